@@ -1,0 +1,198 @@
+"""The portable decoder graph: one transformer with its KV cache, for the Talker and for the CodePredictor.
+
+Inputs ``inputs_embeds [B, T, H]`` float32, ``positions [B, T]`` int32, ``past_key_i`` / ``past_value_i``
+``[B, kvHeads, S, headDim]`` float32; outputs ``hidden_states [B, T, H]`` float32 (after the final norm, every row)
+and ``present_key_i`` / ``present_value_i`` of the same shape as the past, meant to be bound to the same address.
+Row ``t`` writes slot ``positions[b, t]`` and reads the slots up to it, so a rewind is nothing but smaller positions.
+
+The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head, rotary embedding (for speech the
+three axes of the Talker's multimodal rotary embedding are equal, so it is the plain one), grouped-query attention,
+SwiGLU. Everything but the stored weights is FP32 (design decision 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from trt_cpspec.config import DecoderSpec
+
+from .checkpoint import Weights
+from .graph import GraphWriter, transposed
+
+MASKED = np.float32(-1e30)
+"""Added to the score of a slot that a row must not see."""
+
+
+def write_decoder(
+    graph: GraphWriter,
+    spec: DecoderSpec,
+    weights: Weights,
+    prefix: str,
+    *,
+    dtype: str,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the nodes and weights of a decoder.
+
+    Parameters
+    ----------
+    graph : GraphWriter
+    spec : DecoderSpec
+    weights : Weights
+    prefix : str
+        Of the tensor names: ``talker.model`` or ``talker.code_predictor.model``.
+    dtype : str
+        ``F32`` or ``F16``, the type in which weights are stored.
+    progress : callable
+        Called after each layer.
+    """
+    layer_writer = _LayerWriter(graph, spec, weights, prefix, dtype)
+    hidden = graph.input("inputs_embeds", TensorProto.FLOAT, ["batch", "length", spec.hidden_size])
+    for index in range(spec.num_hidden_layers):
+        hidden = layer_writer.layer(index, hidden)
+        progress()
+    layer_writer.norm(hidden, f"{prefix}.norm.weight", spec.hidden_size, output="hidden_states")
+    graph.rename_output("hidden_states", TensorProto.FLOAT, ["batch", "length", spec.hidden_size])
+
+
+class _LayerWriter:
+    """What the layers share: position-dependent values, and how a linear layer is written."""
+
+    def __init__(self, graph: GraphWriter, spec: DecoderSpec, weights: Weights, prefix: str, dtype: str) -> None:
+        self.graph, self.spec, self.weights, self.prefix, self.dtype = graph, spec, weights, prefix, dtype
+        self.group = spec.num_attention_heads // spec.num_key_value_heads
+        self.cache_shape: list[int | str] = ["batch", spec.num_key_value_heads, "slots", spec.head_dim]
+        positions = graph.input("positions", TensorProto.INT32, ["batch", "length"])
+        self._write_rotary(positions)
+        self._positions = positions
+        self._mask: str | None = None
+        self._slots: str | None = None
+
+    def layer(self, index: int, hidden: str) -> str:
+        """Write one decoder layer and return its output."""
+        name = f"{self.prefix}.layers.{index}"
+        normed = self.norm(hidden, f"{name}.input_layernorm.weight", self.spec.hidden_size)
+        hidden = self.graph.op("Add", hidden, self._attention(index, f"{name}.self_attn", normed))
+        normed = self.norm(hidden, f"{name}.post_attention_layernorm.weight", self.spec.hidden_size)
+        return self.graph.op("Add", hidden, self._mlp(f"{name}.mlp", normed))
+
+    def norm(self, hidden: str, name: str, width: int, output: str | None = None) -> str:
+        """Write an RMSNorm over the last axis, in the form that ONNX Runtime fuses into one node."""
+        scale = self.graph.weight(name, [width], [self.weights.read(name, (width,))])
+        return self.graph.op("Mul", self._normalised(hidden), scale, output=output)
+
+    def _normalised(self, value: str) -> str:
+        graph = self.graph
+        square = graph.op("Pow", value, graph.constant(2, np.float32))
+        mean = graph.op("ReduceMean", square, axes=[-1], keepdims=1)
+        root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(self.spec.rms_norm_eps, np.float32)))
+        return graph.op("Div", value, root)
+
+    def _linear(self, value: str, names: list[str], widths: list[int], inner: int) -> str:
+        """Write one product with several ``[out, in]`` weights side by side."""
+
+        def blocks() -> NDArray[np.float32]:
+            parts = [self.weights.read(name, (width, inner)) for name, width in zip(names, widths, strict=True)]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        label = "+".join([names[0], *(name.rsplit(".", 2)[1] for name in names[1:])])
+        stored = self.graph.weight(label, [inner, sum(widths)], transposed(blocks), self.dtype)
+        if self.dtype != "F32":
+            stored = self.graph.op("Cast", stored, to=TensorProto.FLOAT)
+        return self.graph.op("MatMul", value, stored)
+
+    def _write_rotary(self, positions: str) -> None:
+        graph, half = self.graph, self.spec.head_dim // 2
+        exponent = np.arange(0, self.spec.head_dim, 2, dtype=np.float32) / np.float32(self.spec.head_dim)
+        frequencies = (1.0 / np.power(np.float32(self.spec.rope_theta), exponent)).astype(np.float32)
+        column = graph.op(
+            "Cast", graph.op("Unsqueeze", positions, graph.constant([1, 3], np.int64)), to=TensorProto.FLOAT
+        )
+        angles = graph.op("Mul", column, graph.constant(frequencies.reshape(1, 1, 1, half)))  # [B, 1, T, hd/2]
+        self._cos, self._sin = graph.op("Cos", angles), graph.op("Sin", angles)
+
+    def _rotated(self, heads: str) -> str:
+        """Rotate ``[B, heads, T, headDim]`` by the angles of its rows."""
+        graph = self.graph
+        first, second = graph.op_n("Split", [heads], 2, axis=-1)
+        left = graph.op("Sub", graph.op("Mul", first, self._cos), graph.op("Mul", second, self._sin))
+        right = graph.op("Add", graph.op("Mul", second, self._cos), graph.op("Mul", first, self._sin))
+        return graph.op("Concat", left, right, axis=-1)
+
+    def _attention(self, index: int, name: str, hidden: str) -> str:
+        graph, spec = self.graph, self.spec
+        queries, keys, values = self._query_key_value(name, hidden)
+        keys = self._cached("key", index, keys)
+        values = self._cached("value", index, values)
+        # Heads of one group share keys: [B, kv, group * T, headDim] makes grouped attention one plain product.
+        folded = graph.op(
+            "Reshape", queries, graph.constant([0, spec.num_key_value_heads, -1, spec.head_dim], np.int64)
+        )
+        scores = graph.op("MatMul", folded, graph.op("Transpose", keys, perm=[0, 1, 3, 2]))
+        masked = graph.op("Add", scores, self._mask_of(keys))
+        mixed = graph.op("MatMul", graph.op("Softmax", masked, axis=-1), values)
+        unfolded = graph.op(
+            "Reshape", mixed, graph.constant([0, spec.num_attention_heads, -1, spec.head_dim], np.int64)
+        )
+        rows = graph.op("Transpose", unfolded, perm=[0, 2, 1, 3])
+        width = spec.num_attention_heads * spec.head_dim
+        flat = graph.op("Reshape", rows, graph.constant([0, 0, width], np.int64))
+        return self._linear(flat, [f"{name}.o_proj.weight"], [spec.hidden_size], width)
+
+    def _query_key_value(self, name: str, hidden: str) -> tuple[str, str, str]:
+        """Return queries (scaled) and keys, normed and rotated, and values, each ``[B, heads, T, headDim]``."""
+        graph, spec = self.graph, self.spec
+        heads, kv_heads, size = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        names = [f"{name}.{part}_proj.weight" for part in "qkv"]
+        product = self._linear(hidden, names, [heads * size, kv_heads * size, kv_heads * size], spec.hidden_size)
+        split = graph.op("Reshape", product, graph.constant([0, 0, heads + 2 * kv_heads, size], np.int64))
+        by_head = graph.op("Transpose", split, perm=[0, 2, 1, 3])
+        sizes = graph.constant([heads + kv_heads, kv_heads], np.int64)
+        both, values = graph.op_n("Split", [by_head, sizes], 2, axis=1)
+        turned = self._rotated(graph.op("Mul", self._normalised(both), self._head_scales(name)))
+        sizes = graph.constant([heads, kv_heads], np.int64)
+        queries, keys = graph.op_n("Split", [turned, sizes], 2, axis=1)
+        return queries, keys, values
+
+    def _head_scales(self, name: str) -> str:
+        """Store the norms' weights of all query and key heads; the queries' hold the softmax scale too."""
+        size = self.spec.head_dim
+        query = self.weights.read(f"{name}.q_norm.weight", (size,)) / np.float32(np.sqrt(size))
+        key = self.weights.read(f"{name}.k_norm.weight", (size,))
+        rows = [query] * self.spec.num_attention_heads + [key] * self.spec.num_key_value_heads
+        return self.graph.weight(f"{name}.qk_norm", [len(rows), 1, size], [np.stack(rows).astype(np.float32)])
+
+    def _cached(self, kind: str, index: int, rows: str) -> str:
+        """Write the rows ``[B, kv, T, headDim]`` into their slots and return the whole cache."""
+        past = self.graph.input(f"past_{kind}_{index}", TensorProto.FLOAT, self.cache_shape)
+        if self._slots is None:
+            column = self.graph.op("Unsqueeze", self._positions, self.graph.constant([1, 3], np.int64))
+            self._slots = self.graph.op("Expand", column, self.graph.op("Shape", rows))
+        name = f"present_{kind}_{index}"
+        self.graph.op("ScatterElements", past, self._slots, rows, output=name, axis=2)
+        self.graph.rename_output(name, TensorProto.FLOAT, self.cache_shape)
+        return name
+
+    def _mask_of(self, cache: str) -> str:
+        """Return the additive mask ``[B, 1, group * T, S]``: 0 up to the row's own slot, else a large negative."""
+        if self._mask is None:
+            graph = self.graph
+            extent = graph.op("Gather", graph.op("Shape", cache), graph.constant(2, np.int64))
+            slots = graph.op("Cast", extent, to=TensorProto.INT32)
+            slots = graph.op("Range", graph.constant(0, np.int32), slots, graph.constant(1, np.int32))
+            own = graph.op("Unsqueeze", self._positions, graph.constant([1, 3], np.int64))  # [B, 1, T, 1]
+            hidden = graph.op("Greater", slots, own)  # [B, 1, T, S]
+            mask = graph.op("Where", hidden, graph.constant(MASKED), graph.constant(0, np.float32))
+            self._mask = graph.op("Concat", *([mask] * self.group), axis=2) if self.group > 1 else mask
+        return self._mask
+
+    def _mlp(self, name: str, hidden: str) -> str:
+        graph, spec = self.graph, self.spec
+        names, inner = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"], spec.intermediate_size
+        gate, up = graph.op_n("Split", [self._linear(hidden, names, [inner, inner], spec.hidden_size)], 2, axis=-1)
+        activated = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+        return self._linear(activated, [f"{name}.down_proj.weight"], [spec.hidden_size], inner)

@@ -1,0 +1,257 @@
+"""The command lines of the runtime: ``qwen3_tts_inference`` and ``inspect``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import click
+
+from . import outputs
+from .config import MODES, Mode, checked_verify_size
+from .errors import ConfigError, CpSpecError
+from .inspection import describe_engine_dir, format_description
+from .requests import RequestFile, parse_requests, read_request_file
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_FAILED_REQUEST = 1
+EXIT_BAD_INPUT = 2
+
+PathOption = click.Path(path_type=Path)
+
+
+class UserError(click.ClickException):
+    """What the user gave cannot be used: printed without a traceback."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+def reports_errors(function: F) -> F:
+    """Turn the library's errors into a message and exit code 2."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except CpSpecError as error:
+            raise UserError(str(error)) from error
+
+    return wrapped  # type: ignore[return-value]
+
+
+def refused(name: str, sentence: str) -> Callable[[F], F]:
+    """Declare an option that is known and not supported yet."""
+
+    def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            raise UserError(f"{name}: {sentence}")
+
+    is_flag = name == "--streaming"
+    return click.option(
+        name, callback=refuse, expose_value=False, is_flag=is_flag, default=False if is_flag else None, hidden=True
+    )
+
+
+def set_up_logging(debug: bool) -> None:
+    """Send warnings, or everything, to standard error."""
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
+    )
+
+
+class Progress(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, steps: int, text: str = "") -> None:
+        """Add steps, and show a text behind the bar."""
+        ...
+
+
+@contextmanager
+def progress_bar(label: str, length: int) -> Iterator[Progress]:
+    """Show a bar on standard error when it is a terminal, and nothing when it is not."""
+
+    def silent(steps: int, text: str = "") -> None: ...
+
+    if not sys.stderr.isatty():
+        yield silent
+        return
+    shown = {"text": ""}
+    bar: Any
+    with click.progressbar(
+        length=length, label=f"{label:<16}", file=sys.stderr, item_show_func=lambda _: shown["text"], show_eta=False
+    ) as bar:
+
+        def update(steps: int, text: str = "") -> None:
+            shown["text"] = text
+            bar.update(steps)
+            bar.render_progress()
+
+        yield update
+
+
+@click.command("qwen3_tts_inference", context_settings={"help_option_names": ["--help", "-h"]})
+@click.option(
+    "--talkerEngineDir",
+    "talker_dir",
+    required=True,
+    type=PathOption,
+    help="Folder of the Talker's engine; code_predictor is its sibling.",
+)
+@click.option(
+    "--code2wavEngineDir", "code2wav_dir", type=PathOption, help="Folder of the codec. [default: the sibling code2wav]"
+)
+@click.option(
+    "--tokenizerDir", "tokenizer_dir", type=PathOption, help="Folder of the tokenizer. [default: the Talker's]"
+)
+@click.option(
+    "--checkpointDir", "checkpoint_dir", type=PathOption, help="Checkpoint folder to take the tokenizer from."
+)
+@click.option("--inputFile", "input_file", type=PathOption, help="Requests, as JSON.")
+@click.option("--text", help="Speak this text instead of an input file.")
+@click.option("--speaker", help="With --text: a speaker of the checkpoint.")
+@click.option("--language", help="With --text: a language, or auto.")
+@click.option("--instruct", help="With --text: how to speak it.")
+@click.option("--outputFile", "output_file", type=PathOption, help="Responses, as JSON. [default: standard output]")
+@click.option(
+    "--outputAudioDir",
+    "audio_dir",
+    type=PathOption,
+    default=Path("audio"),
+    show_default=True,
+    help="Folder of audio_req{N}.wav and rvq_req{N}.safetensors.",
+)
+@click.option(
+    "--batchSize",
+    "batch_size",
+    type=click.IntRange(min=1),
+    help="Requests spoken at once. [default: the input file's, or 1]",
+)
+@click.option(
+    "--cpSpecVerifySize",
+    "verify_size",
+    type=int,
+    default=0,
+    show_default=True,
+    help="0 is off; 2 to 8 verifies that many positions in one CodePredictor pass.",
+)
+@click.option(
+    "--cpSpecMode",
+    "mode",
+    type=click.Choice(MODES),
+    default="rejection",
+    show_default=True,
+    help="rejection: most codes a round. coupled: the very codes of --cpSpecVerifySize 0.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**64 - 1),
+    help="For every request that brings none. [default: drawn, and reported]",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
+@click.option("--dumpOutput", "dump_output", is_flag=True, help="Print the responses too.")
+@click.option("--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage.")
+@click.option("--profileOutputFile", "profile_file", type=PathOption, help="Write the time of each stage, as JSON.")
+@click.option("--debug", is_flag=True, help="Log everything.")
+@refused("--cloneEncoderDir", "voice clone needs the clone encoders, which are not supported yet")
+@refused("--streaming", "audio is written when it is complete; streaming is not supported yet")
+@refused("--chunkFrames", "it belongs to --streaming, which is not supported yet")
+@reports_errors
+def tts(**options: Any) -> None:
+    """Speak the requests of a JSON file with a Qwen3-TTS engine."""
+    set_up_logging(options["debug"])
+    checked_verify_size(options["verify_size"])
+    if options["device"] == "cuda":
+        raise ConfigError("--device cuda is not supported yet; give auto or cpu")
+    requests = _read_requests(options)
+    audio_dir = outputs.writable_folder(options["audio_dir"])
+    for name in ("output_file", "profile_file"):
+        if options[name] is not None:
+            outputs.writable_folder(options[name].parent)
+    responses, profile = _speak(requests, audio_dir, options)
+    document = {"input_file": str(options["input_file"] or ""), "responses": responses}
+    if options["output_file"] is not None:
+        outputs.write_json(options["output_file"], document)
+    if options["output_file"] is None or options["dump_output"]:
+        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    if options["profile_file"] is not None:
+        outputs.write_json(options["profile_file"], profile)
+    if options["dump_profile"]:
+        click.echo(json.dumps(profile, indent=2))
+    if any(response["output_text"] == outputs.FAILED for response in responses):
+        raise SystemExit(EXIT_FAILED_REQUEST)
+
+
+def _read_requests(options: dict[str, Any]) -> RequestFile:
+    if (options["input_file"] is None) == (options["text"] is None):
+        raise ConfigError("give either --inputFile or --text")
+    if options["input_file"] is not None:
+        for name in ("speaker", "language", "instruct"):
+            if options[name] is not None:
+                raise ConfigError(f"--{name} goes with --text; in an input file it is the key {name!r}")
+        return read_request_file(options["input_file"])
+    document: dict[str, Any] = {"requests": [{"messages": [{"role": "assistant", "content": options["text"]}]}]}
+    document |= {name: options[name] for name in ("speaker", "language", "instruct") if options[name] is not None}
+    return parse_requests(document, "--text")
+
+
+def _speak(
+    requests: RequestFile, audio_dir: Path, options: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Load the engines, check every request, then speak them batch by batch."""
+    from .pipeline import Qwen3TTS  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
+
+    model = Qwen3TTS.from_engine_dir(
+        talker_dir=options["talker_dir"],
+        code2wav_dir=options["code2wav_dir"],
+        tokenizer_dir=options["tokenizer_dir"] or options["checkpoint_dir"],
+        threads=options["threads"],
+    )
+    batch_size = options["batch_size"] or requests.batch_size
+    if batch_size > model.max_batch_size:
+        raise ConfigError(f"a batch size of {batch_size} exceeds the engine's max_batch_size {model.max_batch_size}")
+    prepared = []
+    for index, request in enumerate(requests.requests):
+        try:
+            prepared.append(model.prepare(request, default_seed=options["seed"]))
+        except ConfigError as error:
+            raise ConfigError(f"requests[{index}]: {error}") from error
+    window = model.predictor.window(options["verify_size"])
+    responses: list[dict[str, Any]] = []
+    mode: Mode = options["mode"]
+    with progress_bar("speaking", len(prepared)) as update:
+        frames = 0
+
+        def count(added: int) -> None:
+            nonlocal frames
+            frames += added
+            update(0, f"{frames} frames")
+
+        for start in range(0, len(prepared), batch_size):
+            batch = prepared[start : start + batch_size]
+            results = model.run_batch(batch, window=window, mode=mode, progress=count)
+            for offset, result in enumerate(results):
+                index = start + offset
+                responses.append(
+                    outputs.write_response(audio_dir, index, requests.requests[index], batch[offset], result)
+                )
+            update(len(batch), f"{frames} frames")
+    return responses, model.times.as_profile()
+
+
+@click.command("inspect")
+@click.argument("engine_dir", type=PathOption)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@reports_errors
+def inspect(engine_dir: Path, as_json: bool) -> None:
+    """Say of each folder of an engine directory what it is, its limits, and whether and how wide it can verify."""
+    description = describe_engine_dir(engine_dir)
+    click.echo(json.dumps(description, indent=2) if as_json else format_description(description))

@@ -1,0 +1,200 @@
+"""From residual codes to a waveform: the codec decoder (code2wav), in chunks as the reference runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import Section
+from .errors import ConfigError, EngineError
+from .session import GraphSession
+
+MODEL_TYPE = "qwen3_tts_code2wav"
+CHUNK_FRAMES = 300
+LEFT_CONTEXT_FRAMES = 25
+"""The reference's ``chunked_decode(chunk_size=300, left_context_size=25)``."""
+
+
+class Graph(Protocol):
+    """What :class:`Code2Wav` needs of a session: ``codes [1, G, T] int32`` to ``waveform [1, 1, samples] float32``."""
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> Mapping[str, NDArray[Any]]:
+        """Run the graph once and return its outputs by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecConfig:
+    """What the runtime must know of a codec graph.
+
+    Attributes
+    ----------
+    num_quantizers : int
+        Codes of a frame, ``G``.
+    codebook_size : int
+        Every code is below it.
+    sample_rate : int
+        Hertz.
+    samples_per_frame : int
+    max_code_len : int
+        Frames that one call of the graph takes at most, context included.
+    """
+
+    num_quantizers: int
+    codebook_size: int
+    sample_rate: int
+    samples_per_frame: int
+    max_code_len: int
+
+    @classmethod
+    def from_section(cls, section: Section) -> CodecConfig:
+        """Read an engine folder's ``config.json``; a missing or contradictory key is a ConfigError that names it."""
+        section.require("model_type", MODEL_TYPE)
+        codec = section.section("code2wav_config")
+        factors = codec.integers("upsample_rates") + codec.integers("upsampling_ratios")
+        section.require("samples_per_frame", math.prod(factors))
+        return cls(
+            num_quantizers=codec.integer("num_quantizers", minimum=1),
+            codebook_size=codec.integer("codebook_size", minimum=1),
+            sample_rate=section.integer("sample_rate", minimum=1),
+            samples_per_frame=section.integer("samples_per_frame", minimum=1),
+            max_code_len=section.section("builder_config").integer("max_code_len", minimum=1),
+        )
+
+
+class Code2Wav:
+    """The codec decoder of an engine folder.
+
+    Parameters
+    ----------
+    graph : Graph
+    config : CodecConfig
+    """
+
+    def __init__(self, graph: Graph, config: CodecConfig) -> None:
+        self._graph = graph
+        self.config = config
+
+    @classmethod
+    def from_engine_dir(cls, folder: Path, *, threads: int | None = None) -> Code2Wav:
+        """Open ``folder/model.onnx`` by ``folder/config.json``.
+
+        Parameters
+        ----------
+        folder : Path
+        threads : int or None
+            Threads of one call; None takes all cores.
+
+        Raises
+        ------
+        ConfigError
+            The config is missing, or is none of a Qwen3-TTS codec.
+        EngineError
+            The graph is missing or cannot be loaded.
+        """
+        config = CodecConfig.from_section(Section.from_file(folder / "config.json"))
+        return cls(GraphSession(folder / "model.onnx", threads=threads), config)
+
+    @property
+    def sample_rate(self) -> int:
+        """Samples a second, in hertz."""
+        return self.config.sample_rate
+
+    @property
+    def samples_per_frame(self) -> int:
+        """Samples that one frame of codes becomes."""
+        return self.config.samples_per_frame
+
+    def decode(
+        self, codes: NDArray[Any], *, chunk: int = CHUNK_FRAMES, left_context: int = LEFT_CONTEXT_FRAMES
+    ) -> NDArray[np.float32]:
+        """Decode the codes of one utterance.
+
+        A chunk is decoded behind the ``min(left_context, start)`` frames before it, whose samples are dropped. The
+        codec looks back further than that, so a chunked waveform is not quite the one of a single call; the default
+        is what the reference does.
+
+        Parameters
+        ----------
+        codes : ndarray, shape [F, G], any integer dtype
+        chunk : int
+            Frames of a chunk, at least 1.
+        left_context : int
+            Frames of context, at least 0.
+
+        Returns
+        -------
+        ndarray, shape [F * samples_per_frame], float32
+            Clipped to [-1, 1]; empty for zero frames.
+
+        Raises
+        ------
+        ConfigError
+            ``codes`` has another shape or dtype, or a code outside ``[0, codebook_size)``; or a chunk and its
+            context exceed what the graph takes.
+        EngineError
+            The graph returned something that is not finite, or not of the promised shape.
+        """
+        frames = self._checked(codes)
+        self._check_chunk(chunk, left_context)
+        rate = self.samples_per_frame
+        waveform = np.empty(len(frames) * rate, np.float32)
+        for start, stop, context in chunk_spans(len(frames), chunk, left_context):
+            samples = self._decode_once(frames[start - context : stop])[context * rate :]
+            np.clip(samples, -1, 1, out=waveform[start * rate : stop * rate])
+        return waveform
+
+    def _decode_once(self, frames: NDArray[np.int32]) -> NDArray[np.float32]:
+        """One call of the graph: ``[T, G] int32 -> [T * samples_per_frame] f32``, not clipped."""
+        outputs = self._graph.run({"codes": np.ascontiguousarray(frames.T[None])})
+        waveform = outputs["waveform"]
+        expected = (1, 1, len(frames) * self.samples_per_frame)
+        if waveform.shape != expected:
+            raise EngineError(
+                f"the codec graph returned a waveform of shape {list(waveform.shape)} for {len(frames)} frame(s), "
+                f"its config promises {list(expected)}: rebuild the engine folder with cpspec-build"
+            )
+        # Before clipping, which would turn an infinity into a plausible sample.
+        samples: NDArray[np.float32] = waveform[0, 0]
+        finite = np.isfinite(samples)
+        if not finite.all():
+            first = int(np.argmin(finite)) // self.samples_per_frame
+            raise EngineError(
+                f"the codec graph returned a waveform that is not finite, first in frame {first} of a chunk"
+            )
+        return samples
+
+    def _checked(self, codes: NDArray[Any]) -> NDArray[np.int32]:
+        groups, size = self.config.num_quantizers, self.config.codebook_size
+        array = np.asarray(codes)
+        if array.ndim != 2 or array.shape[1] != groups or not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(
+                f"codes must be integers of shape [frames, {groups}], "
+                f"they are {array.dtype} of shape {list(array.shape)}"
+            )
+        bad = np.argwhere((array < 0) | (array >= size))
+        if len(bad):
+            frame, depth = bad[0]
+            raise ConfigError(
+                f"code {array[frame, depth]} at frame {frame}, depth {depth} is outside the codebook, [0, {size})"
+            )
+        return array.astype(np.int32)
+
+    def _check_chunk(self, chunk: int, left_context: int) -> None:
+        longest = self.config.max_code_len
+        if chunk < 1 or left_context < 0 or chunk + left_context > longest:
+            raise ConfigError(
+                f"a chunk of {chunk} frame(s) with {left_context} of left context is not possible: give at least 1 and "
+                f"0, together at most {longest}, the max_code_len of the codec graph"
+            )
+
+
+def chunk_spans(frames: int, chunk: int, left_context: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(start, stop, context)`` of each chunk: frames ``[start, stop)``, decoded from ``start - context`` on."""
+    for start in range(0, frames, chunk):
+        yield start, min(start + chunk, frames), min(left_context, start)

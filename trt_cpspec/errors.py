@@ -1,0 +1,50 @@
+"""The exceptions of the library. A command line prints them without a traceback; any other exception is a bug."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CpSpecError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(CpSpecError):
+    """The user gave something that cannot be used: an option, a request, a checkpoint, a file."""
+
+
+class EngineError(CpSpecError):
+    """An engine folder or a session cannot do what is asked of it."""
+
+
+class NumericsError(CpSpecError):
+    """A model produced logits that describe no law (NaN, or nothing finite).
+
+    Attributes
+    ----------
+    row : int
+        Row of the batch, so that the caller can fail that request and keep the others.
+    """
+
+    def __init__(self, message: str, *, row: int = 0) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """Return the tail of an error message: the closest allowed names, or all of them.
+
+    Parameters
+    ----------
+    given : str
+        What the user wrote.
+    allowed : iterable of str
+        What would have been understood.
+    """
+    names = sorted(allowed)
+    close = difflib.get_close_matches(given.lower(), [name.lower() for name in names], n=3, cutoff=0.6)
+    hints = [name for name in names if name.lower() in close]
+    if hints:
+        return f"did you mean {' or '.join(repr(name) for name in hints)}?"
+    return f"allowed: {', '.join(names) if names else '(none)'}"

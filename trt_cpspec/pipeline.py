@@ -1,0 +1,520 @@
+"""From requests to speech: the outer loop around Talker, CodePredictor and Code2Wav."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codec import Code2Wav
+from .config import (
+    FinishReason,
+    Mode,
+    SamplingParams,
+    TalkerSpec,
+    Window,
+    checked_mode,
+    with_overrides,
+)
+from .errors import ConfigError, CpSpecError, NumericsError, did_you_mean
+from .frame import CpSpecStats
+from .predictor import CodePredictor
+from .requests import Request
+from .sampling import PhiloxNoise, Use
+from .talker import Prompt, Talker, assemble_prompt, talker_law
+from .text import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_FRAMES = 4096
+"""Frames of a request that sets no ``max_audio_length``, where the engine has room for so many."""
+
+Float32 = NDArray[np.float32]
+FrameProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedSampling:
+    """What a request was really sampled with."""
+
+    talker: SamplingParams
+    subtalker: SamplingParams
+    seed: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in the keys of the input JSON."""
+        return {
+            "talker_temperature": self.talker.temperature,
+            "talker_top_k": self.talker.top_k,
+            "talker_top_p": self.talker.top_p,
+            "repetition_penalty": self.talker.repetition_penalty,
+            "subtalker_temperature": self.subtalker.temperature,
+            "subtalker_top_k": self.subtalker.top_k,
+            "subtalker_top_p": self.subtalker.top_p,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speech:
+    """One spoken text.
+
+    Attributes
+    ----------
+    waveform : ndarray, shape [n], float32
+        In [-1, 1]; 1,920 samples a frame for the released codec.
+    sample_rate : int
+        Hz.
+    codes : ndarray, shape [F, G], int32
+    finish_reason : {"eos", "length"}
+    stats : CpSpecStats
+    sampling : ResolvedSampling
+    speaker : str or None
+    language : str
+    warnings : tuple of str
+        What was asked and not done.
+    """
+
+    waveform: Float32
+    sample_rate: int
+    codes: NDArray[np.int32]
+    finish_reason: FinishReason
+    stats: CpSpecStats
+    sampling: ResolvedSampling
+    speaker: str | None
+    language: str
+    warnings: tuple[str, ...]
+
+    @property
+    def duration_ms(self) -> float:
+        """Length of the waveform."""
+        return 1000 * len(self.waveform) / self.sample_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that is known to fit the engine: names resolved, text tokenized, defaults filled in."""
+
+    prompt: Prompt
+    sampling: ResolvedSampling
+    max_frames: int
+    speaker: str | None
+    language: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Wall-clock milliseconds of each run of each stage."""
+
+    stages: dict[str, list[float]] = field(default_factory=dict)
+
+    def timed(self, stage: str, started: float) -> None:
+        """Add a run that began at ``time.perf_counter() == started``."""
+        self.stages.setdefault(stage, []).append(1000 * (time.perf_counter() - started))
+
+    def as_profile(self) -> dict[str, Any]:
+        """Return the profile object: for each stage its runs and their wall-clock times."""
+        return {
+            "stages": [
+                {
+                    "stage_id": stage,
+                    "total_runs": len(times),
+                    "total_time_ms": sum(times),
+                    "average_time_per_run_ms": sum(times) / len(times),
+                    "min_ms": min(times),
+                    "max_ms": max(times),
+                }
+                for stage, times in self.stages.items()
+            ]
+        }
+
+
+class Qwen3TTS:
+    """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
+
+    Not safe for use from several threads at once.
+    """
+
+    def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
+        self.talker = talker
+        self.predictor = predictor
+        self.codec = codec
+        self.tokenizer = tokenizer
+        self.times = StageTimes()
+        if predictor.spec.num_code_groups != talker.spec.num_code_groups:
+            raise ConfigError(
+                f"the talker folder has {talker.spec.num_code_groups} code groups, the code_predictor folder "
+                f"{predictor.spec.num_code_groups}: they come from different checkpoints"
+            )
+
+    @classmethod
+    def from_engine_dir(
+        cls,
+        engine_dir: Path | str | None = None,
+        *,
+        talker_dir: Path | str | None = None,
+        code2wav_dir: Path | str | None = None,
+        tokenizer_dir: Path | str | None = None,
+        threads: int | None = None,
+    ) -> Qwen3TTS:
+        """Load the engines of a checkpoint.
+
+        Parameters
+        ----------
+        engine_dir : path
+            Holds ``talker``, ``code_predictor`` and ``code2wav``.
+        talker_dir : path or None
+            In place of ``engine_dir``: its siblings are the other two.
+        code2wav_dir, tokenizer_dir : path or None
+            None is the sibling ``code2wav``, and the Talker's folder.
+        threads : int or None
+            Threads of one pass; None takes all cores.
+
+        Raises
+        ------
+        ConfigError, EngineError
+            A folder or file is missing, damaged, or does not fit the others.
+        """
+        if (engine_dir is None) == (talker_dir is None):
+            raise ConfigError("give either the engine folder or the talker folder")
+        talker_path = Path(talker_dir) if talker_dir is not None else Path(str(engine_dir)) / "talker"
+        parent = talker_path.parent
+        return cls(
+            Talker.from_engine_dir(talker_path, threads=threads),
+            CodePredictor.from_engine_dir(parent / "code_predictor", talker_dir=talker_path, threads=threads),
+            Code2Wav.from_engine_dir(Path(code2wav_dir) if code2wav_dir else parent / "code2wav", threads=threads),
+            TextTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir else talker_path),
+        )
+
+    @overload
+    def synthesize(self, text: str, **options: Any) -> Speech: ...
+
+    @overload
+    def synthesize(self, text: Sequence[str], **options: Any) -> list[Speech]: ...
+
+    def synthesize(
+        self,
+        text: str | Sequence[str],
+        *,
+        verify_size: int = 0,
+        mode: Mode = "rejection",
+        progress: FrameProgress | None = None,
+        **options: Any,
+    ) -> Speech | list[Speech]:
+        """Speak a text, or a list of texts as batches.
+
+        Parameters
+        ----------
+        text : str or sequence of str
+        verify_size : int
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
+        mode : {"rejection", "coupled"}
+        progress : callable or None
+            Called with the number of frames that each step of a batch added.
+        **options
+            Fields of :class:`~trt_cpspec.requests.Request`: ``speaker``, ``language``, ``instruct``, ``seed``,
+            ``non_streaming_mode``, ``max_audio_length`` (frames), ``talker_temperature``, ``subtalker_top_k``, ...
+
+        Returns
+        -------
+        Speech, or a list of them in the order of the texts
+
+        Raises
+        ------
+        ConfigError
+            An option or a text that cannot be used; nothing has been computed then.
+        NumericsError, EngineError
+            The model failed on a request.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        requests = [_request(item, options) for item in texts]
+        prepared = [self.prepare(request) for request in requests]
+        window, checked = self.predictor.window(verify_size), checked_mode(mode)
+        speeches: list[Speech] = []
+        for start in range(0, len(prepared), self.max_batch_size):
+            batch = prepared[start : start + self.max_batch_size]
+            for result in self.run_batch(batch, window=window, mode=checked, progress=progress):
+                if isinstance(result, CpSpecError):
+                    raise result
+                speeches.append(result)
+        return speeches[0] if isinstance(text, str) else speeches
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows that one batch may have."""
+        return min(self.talker.spec.limits.max_batch_size, self.predictor.spec.limits.max_batch_size)
+
+    def prepare(self, request: Request, *, default_seed: int | None = None) -> PreparedRequest:
+        """Check a request against the checkpoint and the engine, and fill in what it leaves open.
+
+        Parameters
+        ----------
+        request : Request
+        default_seed : int or None
+            For a request without a seed; None draws one.
+
+        Raises
+        ------
+        ConfigError
+            An unknown speaker or language (with suggestions), or a text that does not fit the engine.
+        """
+        spec = self.talker.spec
+        warnings = list(request.warnings)
+        speaker, language = _resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
+        self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
+        if request.instruct is not None:
+            self.tokenizer.check_text(request.instruct, "instruct")
+        prompt = assemble_prompt(
+            spec,
+            self.tokenizer.assistant_ids(request.text),
+            instruct_ids=self._instruct_ids(request.instruct, warnings),
+            speaker=speaker,
+            language=language,
+            non_streaming_mode=request.non_streaming_mode if request.non_streaming_mode is not None else True,
+        )
+        return PreparedRequest(
+            prompt=prompt,
+            sampling=_resolve_sampling(spec, request, default_seed),
+            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            speaker=speaker,
+            language=language,
+            warnings=tuple(warnings),
+        )
+
+    def run_batch(
+        self,
+        batch: Sequence[PreparedRequest],
+        *,
+        window: Window,
+        mode: Mode,
+        progress: FrameProgress | None = None,
+    ) -> list[Speech | CpSpecError]:
+        """Speak a batch. A request that fails is an exception in its place; the others are not disturbed.
+
+        Parameters
+        ----------
+        batch : sequence of PreparedRequest
+            At most :attr:`max_batch_size`.
+        window : Window
+            From :meth:`CodePredictor.window`.
+        mode : {"rejection", "coupled"}
+        progress : callable or None
+        """
+        if len(batch) > self.max_batch_size:
+            raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
+        rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
+        self._generate(rows, window, mode, progress or (lambda frames: None))
+        return [self._finished(row) for row in rows]
+
+    def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode, progress: FrameProgress) -> None:
+        """Run Talker and CodePredictor until every row has an end or an error."""
+        started = time.perf_counter()
+        live = list(rows)
+        hidden = self.talker.prefill([self.talker.embed_prompt(row.request.prompt) for row in live])
+        self.times.timed("talker_prefill", started)
+        while live := self._sample_first_codes(live, hidden):
+            kept = np.array([row.place for row in live])
+            hidden = hidden[kept]
+            live, codes = self._decode_frame(live, hidden, window, mode)
+            if not live:
+                return
+            started = time.perf_counter()
+            kept = kept[[row.place for row in live]]
+            if len(kept) < len(self.talker):
+                self.talker.keep_rows(kept)
+            hidden = self.talker.step(self._next_inputs(live, codes))
+            self.times.timed("talker_generation", started)
+            progress(len(live))
+
+    def _sample_first_codes(self, live: Sequence[_Row], hidden: Float32) -> list[_Row]:
+        """Sample code 0 of each row and return the rows that go on; ``row.place`` is where they stood."""
+        going: list[_Row] = []
+        for place, row in enumerate(live):
+            row.place = place
+            try:
+                row.sample_first_code(self.talker, hidden[place])
+            except NumericsError as error:
+                row.error = error
+            if row.finish_reason is None and row.error is None:
+                going.append(row)
+        return going
+
+    def _decode_frame(
+        self, live: list[_Row], hidden: Float32, window: Window, mode: Mode
+    ) -> tuple[list[_Row], NDArray[np.int32]]:
+        """Decode the residual codes of each row; return the rows that go on and their codes.
+
+        A row whose logits fail is dropped and the frame decoded again: random numbers are a pure function of their
+        address, so the others get the codes they would have got.
+        """
+        for place, row in enumerate(live):
+            row.place = place
+        while live:
+            started = time.perf_counter()
+            try:
+                result = self.predictor.decode_frame(
+                    hidden[[row.place for row in live]],
+                    np.array([row.code0 for row in live], np.int32),
+                    params=[row.request.sampling.subtalker for row in live],
+                    seeds=[row.request.sampling.seed for row in live],
+                    frames=[len(row.frames) for row in live],
+                    verify_size=window.requested,
+                    mode=mode,
+                )
+            except NumericsError as error:
+                failed = live.pop(error.row)
+                failed.error = NumericsError(f"frame {len(failed.frames)}: {error}")
+                continue
+            self.times.timed("codepredictor_generation", started)
+            for row, codes, rounds in zip(live, result.codes, result.rounds, strict=True):
+                row.frames.append(codes)
+                row.stats.add_frame(rounds)
+            return live, result.codes
+        return [], np.zeros((0, self.talker.spec.num_code_groups), np.int32)
+
+    def _next_inputs(self, live: Sequence[_Row], codes: NDArray[np.int32]) -> Float32:
+        """Return the Talker's next inputs ``[B, H]``: the embedded frame and the text that trails."""
+        ids = np.array([row.trailing_id(self.talker.spec) for row in live])
+        return self.predictor.embed_frame(codes) + self.talker.embed_text(ids)
+
+    def _finished(self, row: _Row) -> Speech | CpSpecError:
+        if row.error is not None:
+            return row.error
+        assert row.finish_reason is not None
+        codes = np.array(row.frames, np.int32).reshape(-1, self.talker.spec.num_code_groups)
+        started = time.perf_counter()
+        try:
+            waveform = self.codec.decode(codes)
+        except CpSpecError as error:
+            return error
+        self.times.timed("code2wav", started)
+        return Speech(
+            waveform=waveform,
+            sample_rate=self.codec.sample_rate,
+            codes=codes,
+            finish_reason=row.finish_reason,
+            stats=row.stats,
+            sampling=row.request.sampling,
+            speaker=row.request.speaker,
+            language=row.request.language,
+            warnings=row.request.warnings,
+        )
+
+    def _instruct_ids(self, instruct: str | None, warnings: list[str]) -> list[int]:
+        """Tokenize an instruct, or drop it for the small custom voice models, which were not trained for one."""
+        spec = self.talker.spec
+        if instruct is None:
+            return []
+        # The reference tests for a substring of "0b6" (qwen_tts 0.1.1).
+        if spec.tts_model_type == "custom_voice" and spec.tts_model_size in "0b6":
+            warnings.append(
+                f"instruct is ignored: a custom voice model of size {spec.tts_model_size} was not trained for it"
+            )
+            return []
+        return self.tokenizer.instruct_ids(instruct)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request while it is being spoken."""
+
+    request: PreparedRequest
+    stats: CpSpecStats
+    seen: list[int] = field(default_factory=list)
+    frames: list[NDArray[np.int32]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: CpSpecError | None = None
+    place: int = 0
+    code0: int = 0
+
+    def sample_first_code(self, talker: Talker, hidden: Float32) -> None:
+        """Sample the next code 0; the end of speech, or one code beyond the last frame, finishes the row."""
+        frame, sampling = len(self.frames), self.request.sampling
+        try:
+            target = talker_law(talker.spec, talker.logits(hidden), self.seen, sampling.talker)
+        except NumericsError as error:
+            raise NumericsError(f"frame {frame}, depth 0: {error}") from error
+        self.code0 = PhiloxNoise(sampling.seed, frame).pick(target, 0, Use.TARGET)
+        self.seen.append(self.code0)
+        if self.code0 == talker.spec.ids.codec_eos_token_id:
+            self.finish_reason = "eos"
+        elif frame == self.request.max_frames:
+            self.finish_reason = "length"
+
+    def trailing_id(self, spec: TalkerSpec) -> int:
+        """Return the text token that joins the input after the last frame."""
+        trailing, index = self.request.prompt.trailing_text_ids, len(self.frames) - 1
+        return int(trailing[index]) if index < len(trailing) else spec.ids.tts_pad_token_id
+
+
+def _request(text: str, options: dict[str, Any]) -> Request:
+    allowed = [name for name in Request.__dataclass_fields__ if name not in ("text", "messages", "warnings")]
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(f"unknown option {name!r}; {did_you_mean(name, allowed)}")
+    return Request(text=text, **options)
+
+
+def _resolve_speaker(spec: TalkerSpec, speaker: str | None) -> str | None:
+    """Return a known speaker's lower-case name; without one, a custom voice model takes its first."""
+    if speaker is None:
+        return next(iter(spec.speakers), None) if spec.tts_model_type == "custom_voice" else None
+    if not spec.speakers:
+        raise ConfigError(f"speaker {speaker!r}: a {spec.tts_model_type} checkpoint has no speakers; use instruct")
+    if speaker.lower() not in spec.speakers:
+        raise ConfigError(f"unknown speaker {speaker!r}; {did_you_mean(speaker, spec.speakers)}")
+    return speaker.lower()
+
+
+def _resolve_language(spec: TalkerSpec, language: str | None) -> str:
+    known = ["auto", *(name for name in spec.languages if "dialect" not in name)]
+    if language is None:
+        return "auto"
+    if language.lower() not in known:
+        raise ConfigError(f"unknown language {language!r}; {did_you_mean(language, known)}")
+    return language.lower()
+
+
+def _resolve_sampling(spec: TalkerSpec, request: Request, default_seed: int | None) -> ResolvedSampling:
+    seed = request.seed if request.seed is not None else default_seed
+    return ResolvedSampling(
+        talker=with_overrides(
+            spec.defaults.talker,
+            temperature=request.talker_temperature,
+            top_k=request.talker_top_k,
+            top_p=request.talker_top_p,
+            repetition_penalty=request.repetition_penalty,
+        ),
+        subtalker=with_overrides(
+            spec.defaults.subtalker,
+            temperature=request.subtalker_temperature,
+            top_k=request.subtalker_top_k,
+            top_p=request.subtalker_top_p,
+        ),
+        # 32 bits: a seed that every JSON reader can hold.
+        seed=seed if seed is not None else secrets.randbits(32),
+    )
+
+
+def _resolve_max_frames(spec: TalkerSpec, rows: int, asked: int | None, warnings: list[str]) -> int:
+    limits = spec.limits
+    if rows > limits.max_input_len:
+        raise ConfigError(
+            f"the text takes {rows} rows, the engine's max_input_len is {limits.max_input_len}; shorten the text, give "
+            f"non_streaming_mode false, or build with a larger --maxInputLen"
+        )
+    room = limits.max_kv_cache_capacity - rows
+    if asked is not None and asked > room:
+        warnings.append(
+            f"max_audio_length {asked} is limited to {room} frames by the engine's max_kv_cache_capacity "
+            f"{limits.max_kv_cache_capacity}"
+        )
+    return min(asked if asked is not None else DEFAULT_MAX_FRAMES, room)

@@ -1,0 +1,300 @@
+"""The CodePredictor on its engine: embeddings, projection and heads around one decoder session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import (
+    CodePredictorSpec,
+    Mode,
+    SamplingParams,
+    Section,
+    Window,
+    checked_mode,
+    resolve_window,
+)
+from .errors import ConfigError, EngineError, NumericsError
+from .frame import Codes, FrameResult, FrameRow, decode_frame
+from .sampling import PhiloxNoise
+from .session import DecoderSession
+from .tensorfile import TensorFile
+
+logger = logging.getLogger(__name__)
+
+Float32 = NDArray[np.float32]
+T = TypeVar("T")
+
+
+class CodePredictor:
+    """Decodes the residual codes of audio frames, for people with a Talker of their own.
+
+    Make one with :meth:`from_engine_dir`. Not safe for use from several threads at once.
+
+    Attributes
+    ----------
+    spec : CodePredictorSpec
+    num_code_groups : int
+        G, the Talker's code included.
+    codebook_size : int
+        V, as the heads have it.
+    """
+
+    def __init__(
+        self,
+        spec: CodePredictorSpec,
+        session: DecoderSession,
+        tables: PredictorTables,
+        code0_embedding: NDArray[np.floating],
+    ) -> None:
+        self.spec = spec
+        self.num_code_groups = spec.num_code_groups
+        self.codebook_size = tables.heads.shape[1]
+        self._session = session
+        self._tables = tables
+        self._code0_embedding = code0_embedding
+        self._warned: set[str] = set()
+
+    @classmethod
+    def from_engine_dir(
+        cls, folder: Path | str, *, talker_dir: Path | str | None = None, threads: int | None = None
+    ) -> CodePredictor:
+        """Load a ``code_predictor`` folder that ``cpspec-build`` wrote.
+
+        Parameters
+        ----------
+        folder : path
+        talker_dir : path or None
+            Where the Talker's ``embedding.safetensors`` lies; None is the sibling folder ``talker``.
+        threads : int or None
+            Threads of one pass; None takes all cores.
+
+        Raises
+        ------
+        ConfigError, EngineError
+            A file is missing, damaged, or contradicts ``config.json``.
+        """
+        folder = Path(folder)
+        spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
+        talker_dir = Path(talker_dir) if talker_dir is not None else folder.parent / "talker"
+        embedding = TensorFile(talker_dir / "embedding.safetensors").map("embedding")
+        if embedding.ndim != 2 or embedding.shape[1] != spec.talker_hidden_size:
+            raise EngineError(
+                f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
+                f"talker_hidden_size {spec.talker_hidden_size}"
+            )
+        session = DecoderSession(
+            folder / "model.onnx", spec.decoder, capacity=spec.limits.max_kv_cache_capacity, threads=threads
+        )
+        return cls(spec, session, PredictorTables.from_dir(folder, spec), embedding)
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds spent inside the engine so far."""
+        return self._session.run_seconds
+
+    def window(self, verify_size: int) -> Window:
+        """Return the verification window that a requested size gives on this engine, and warn once of a fallback.
+
+        Raises
+        ------
+        ConfigError
+            ``verify_size`` is neither 0 nor 2 to 8.
+        """
+        window = resolve_window(
+            verify_size,
+            codebook_size=self.codebook_size,
+            residual_depths=self.num_code_groups - 1,
+            max_verify_size=self.spec.max_verify_size,
+        )
+        if window.reason and window.reason not in self._warned:
+            self._warned.add(window.reason)
+            logger.warning("CodePredictor speculation is off: %s; decoding autoregressively", window.reason)
+        return window
+
+    def decode_frame(
+        self,
+        talker_hidden: NDArray[np.floating],
+        code0: Sequence[int] | NDArray[np.integer] | int,
+        *,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        seeds: int | Sequence[int] = 0,
+        frames: int | Sequence[int] = 0,
+        verify_size: int = 0,
+        mode: Mode = "rejection",
+    ) -> FrameResult:
+        """Decode one frame for every row of a batch.
+
+        Parameters
+        ----------
+        talker_hidden : ndarray, shape [B, Ht] or [Ht], floating
+            The Talker's last hidden state, after its final norm.
+        code0 : B integers, or one
+            The Talker's code.
+        params : SamplingParams, or B of them
+            None is ``SamplingParams()``: 0.9 / 50 / 1.0.
+        seeds, frames : int, or B of them
+            Random numbers are a pure function of seed, frame number, depth and use: give each frame its own number.
+        verify_size : int
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
+        mode : {"rejection", "coupled"}
+            ``coupled`` gives the very codes that ``verify_size=0`` gives for the same seed, up to the engine's
+            rounding.
+
+        Returns
+        -------
+        FrameResult
+            ``codes`` is ``[B, G]``, B = 1 for a single row.
+
+        Raises
+        ------
+        ConfigError
+            A shape, a code or a number of rows does not fit, or more rows than ``max_batch_size``.
+        NumericsError
+            The model gave logits that describe no law; the cache is cleared, other frames can go on.
+        """
+        hidden = np.atleast_2d(np.asarray(talker_hidden, np.float32))
+        first = np.atleast_1d(np.asarray(code0))
+        self._check_inputs(hidden, first)
+        batch = len(hidden)
+        rows = [
+            FrameRow(row_params, PhiloxNoise(seed, frame))
+            for row_params, seed, frame in zip(
+                _per_row(params or SamplingParams(), batch, "params"),
+                _per_row(seeds, batch, "seeds"),
+                _per_row(frames, batch, "frames"),
+                strict=True,
+            )
+        ]
+        window = self.window(verify_size)
+        try:
+            return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked_mode(mode))
+        except NumericsError:
+            self._session.clear()
+            raise
+
+    def embed_frame(self, codes: Codes) -> Float32:
+        """Return the sum of each frame's G embedded codes, ``[B, G]`` to ``[B, Ht]``.
+
+        It is the Talker's next input, before the text side is added.
+        """
+        total = self._code0_embedding[codes[:, 0]].astype(np.float32)
+        for depth in range(1, self.num_code_groups):
+            total += self._tables.embeddings[depth - 1][codes[:, depth]]
+        return total
+
+    def prefill(self, talker_hidden: NDArray[np.floating], code0: Codes) -> Float32:
+        """Start a frame (see :class:`~trt_cpspec.frame.FrameModel`)."""
+        batch = len(code0)
+        self._session.start(batch, self.num_code_groups + self.spec.max_verify_size)
+        inputs = np.stack([talker_hidden, self._code0_embedding[code0]], axis=1).astype(np.float32)
+        positions = np.broadcast_to(np.arange(2), (batch, 2))
+        return self._session.forward(self._tables.project(inputs), positions)[:, -1].copy()
+
+    def forward(self, codes: Codes, depths: NDArray[np.int64], counts: NDArray[np.int64]) -> Float32:
+        """Run one pass (see :class:`~trt_cpspec.frame.FrameModel`). The code of depth s stands at position s + 1."""
+        width = codes.shape[1]
+        inputs = np.zeros((len(codes), width, self.spec.talker_hidden_size), np.float32)
+        for row in np.flatnonzero(counts):
+            for i in range(counts[row]):
+                inputs[row, i] = self._tables.embeddings[depths[row] + i - 1][codes[row, i]]
+        offsets = np.arange(width)
+        positions = np.where(offsets < counts[:, None], depths[:, None] + 1 + offsets, -1)
+        return self._session.forward(self._tables.project(inputs), positions)
+
+    def draft_logits(self, hidden: NDArray[np.floating], depth: int, count: int) -> Float32:
+        """Apply the heads of the next depths to one state (see :class:`~trt_cpspec.frame.FrameModel`)."""
+        heads = self._tables.heads[depth - 1 : depth - 1 + count]
+        logits: Float32 = heads.reshape(-1, heads.shape[-1]) @ hidden
+        return logits.reshape(count, -1)
+
+    def target_logits(self, hidden: NDArray[np.floating], depth: int) -> Float32:
+        """Apply each depth's own head to its row (see :class:`~trt_cpspec.frame.FrameModel`)."""
+        # Row by row: a product of one row does not depend on how many rows the pass had.
+        return np.stack([self._tables.heads[depth - 1 + i] @ row for i, row in enumerate(hidden)])
+
+    def _check_inputs(self, hidden: Float32, code0: NDArray[np.integer]) -> None:
+        width, limit = self.spec.talker_hidden_size, self.spec.limits.max_batch_size
+        if hidden.ndim != 2 or hidden.shape[1] != width:
+            raise ConfigError(f"talker_hidden has shape {list(hidden.shape)}, [B, {width}] is needed")
+        if code0.shape != (len(hidden),) or not np.issubdtype(code0.dtype, np.integer):
+            raise ConfigError(f"code0 must be {len(hidden)} integer(s), it has shape {list(code0.shape)} {code0.dtype}")
+        if len(hidden) > limit:
+            raise ConfigError(f"a batch of {len(hidden)} exceeds the engine's max_batch_size {limit}")
+        if code0.min(initial=0) < 0 or code0.max(initial=0) >= len(self._code0_embedding):
+            raise ConfigError(f"code0 must lie in [0, {len(self._code0_embedding)}), it is {code0.tolist()}")
+        if not np.isfinite(hidden).all():
+            raise NumericsError("talker_hidden is not finite", row=int(np.argmin(np.isfinite(hidden).all(axis=1))))
+
+
+class PredictorTables:
+    """The side files of a CodePredictor (see ``edge_contract`` of the original: names, keys, shapes).
+
+    Attributes
+    ----------
+    embeddings : list of ndarray, shape [V, Ht]
+        G - 1 tables in their stored dtype, mapped: a row is read when it is used.
+    heads : ndarray, shape [G - 1, V, C], float32
+    """
+
+    def __init__(
+        self, embeddings: list[NDArray[np.floating]], heads: Float32, projection: tuple[Float32, Float32] | None
+    ) -> None:
+        self.embeddings = embeddings
+        self.heads = heads
+        self._projection = projection
+
+    @classmethod
+    def from_dir(cls, folder: Path, spec: CodePredictorSpec) -> PredictorTables:
+        """Read ``codec_embeddings``, ``lm_heads`` and ``small_to_mtp_projection`` and check them against the spec."""
+        count, decoder, width = spec.num_code_groups - 1, spec.decoder, spec.talker_hidden_size
+        head_file = TensorFile(folder / "lm_heads.safetensors")
+        table_file = TensorFile(folder / "codec_embeddings.safetensors")
+        for file in (head_file, table_file):
+            if len(file.names()) != count:
+                raise EngineError(f"{file.path} has {len(file.names())} entries, num_code_groups asks for {count}")
+        heads = np.empty((count, decoder.vocab_size, decoder.hidden_size), np.float32)
+        for index in range(count):
+            heads[index] = head_file.read_weight(f"lm_head_{index}.weight", heads.shape[1:])
+        names = [f"embedding_{index}" for index in range(count)]
+        for name in names:
+            table_file.check(name, (decoder.vocab_size, width))
+        return cls([table_file.map(name) for name in names], heads, _read_projection(folder, spec))
+
+    def project(self, inputs: Float32) -> Float32:
+        """Apply ``small_to_mtp_projection`` to ``[..., Ht]``, or nothing where the checkpoint has none."""
+        if self._projection is None:
+            return inputs
+        weight, bias = self._projection
+        return inputs @ weight.T + bias
+
+
+def _read_projection(folder: Path, spec: CodePredictorSpec) -> tuple[Float32, Float32] | None:
+    path, decoder = folder / "small_to_mtp_projection.safetensors", spec.decoder
+    if path.is_file():
+        file = TensorFile(path)
+        weight = file.read_weight("weight", (decoder.hidden_size, spec.talker_hidden_size))
+        file.check("bias", (decoder.hidden_size,))
+        return weight, file.read("bias")
+    if spec.talker_hidden_size != decoder.hidden_size:
+        raise EngineError(
+            f"{path} (small_to_mtp_projection) is required: the talker_hidden_size {spec.talker_hidden_size} is not "
+            f"the CodePredictor's hidden_size {decoder.hidden_size}"
+        )
+    return None
+
+
+def _per_row(value: T | Sequence[T], batch: int, name: str) -> Sequence[T]:
+    """Return one value for each row: the same one, or those that were given."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence):
+        return [value] * batch
+    if len(value) != batch:
+        raise ConfigError(f"{name} has {len(value)} entries for a batch of {batch}")
+    return value

@@ -1,0 +1,358 @@
+"""The input JSON of qwen3_tts_inference: parsed, checked and resolved to one Request for each text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .config import SamplingParams
+from .errors import ConfigError, did_you_mean
+from .text import check_text, check_unicode
+
+ROLES = ("system", "user", "assistant")
+
+_FIXED_TEMPLATE = {"apply_chat_template": True, "add_generation_prompt": True, "enable_thinking": False}
+_CLONE_KEYS = ("ref_audio", "ref_text")
+
+
+def _optional_string(name: str, value: Any) -> str | None:
+    """Return a string; the empty one is the format's way to say "not given"."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, it is {value!r:.80}")
+    check_unicode(value, name)
+    return value or None
+
+
+def _instruct(name: str, value: Any) -> str | None:
+    instruct = _optional_string(name, value)
+    if instruct is not None:
+        check_text(instruct, name)
+    return instruct
+
+
+def _language(name: str, value: Any) -> str | None:
+    language = _optional_string(name, value)
+    return "auto" if language is not None and language.lower() == "auto" else language
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, it is {value!r:.80}")
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, it is {value!r:.80}")
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    if _integer(name, value) < 1:
+        raise ConfigError(f"{name} is {value!r:.80}, it must be at least 1")
+    return int(value)
+
+
+def _seed(name: str, value: Any) -> int:
+    if not 0 <= _integer(name, value) < 2**64:
+        raise ConfigError(f"{name} is {value!r:.80}, it must be from 0 to 2**64 - 1")
+    return int(value)
+
+
+def _sampling(parameter: str) -> Callable[[str, Any], float]:
+    """Return the rule of one sampling key: whatever SamplingParams says of ``parameter``, under the key's own name."""
+
+    def rule(name: str, value: Any) -> float:
+        try:
+            SamplingParams(**{parameter: value})
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(parameter, name, 1)) from error
+        except OverflowError as error:  # an integer that no float can hold
+            raise ConfigError(f"{name} must be a finite number, it is {value!r:.80}") from error
+        return value  # type: ignore[no-any-return]
+
+    return rule
+
+
+_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    "speaker": _optional_string,
+    "language": _language,
+    "instruct": _instruct,
+    "non_streaming_mode": _boolean,
+    "seed": _seed,
+    "max_audio_length": _count,
+    "talker_temperature": _sampling("temperature"),
+    "talker_top_k": _sampling("top_k"),
+    "talker_top_p": _sampling("top_p"),
+    "repetition_penalty": _sampling("repetition_penalty"),
+    "subtalker_temperature": _sampling("temperature"),
+    "subtalker_top_k": _sampling("top_k"),
+    "subtalker_top_p": _sampling("top_p"),
+}
+"""What a request may bring and the top level may set for all of them, with the rule of each."""
+
+_REQUEST_KEYS = ("messages", *_OPTIONS, *_CLONE_KEYS)
+_TOP_KEYS = ("requests", "batch_size", *_FIXED_TEMPLATE, *_OPTIONS, *_CLONE_KEYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One text to speak. None always means "not given": the checkpoint's or the command line's default is in force.
+
+    Attributes
+    ----------
+    text : str
+        What is spoken, to the character.
+    messages : list
+        As they were given, for the output to echo.
+    speaker, language, instruct : str or None
+        An empty string becomes None. ``language`` "auto" is lower case; other names are for the checkpoint to know.
+    non_streaming_mode : bool or None
+        The layout of the prefill.
+    seed : int or None
+        0 to 2**64 - 1.
+    max_audio_length : int or None
+        Frames, at least 1.
+    talker_temperature, talker_top_k, talker_top_p, repetition_penalty : float, int, float, float, each or None
+        The Talker's law, under the rules of SamplingParams; temperature 0 is argmax.
+    subtalker_temperature, subtalker_top_k, subtalker_top_p : float, int, float, each or None
+        The CodePredictor's law. 0 is a value here too (argmax, all codes), not "the default".
+    warnings : tuple of str
+        What was given and has no effect.
+
+    Raises
+    ------
+    ConfigError
+        A value outside its range, by name, or a text that cannot be spoken.
+    """
+
+    text: str
+    messages: list[Any] = field(default_factory=list)
+    speaker: str | None = None
+    language: str | None = None
+    instruct: str | None = None
+    non_streaming_mode: bool | None = None
+    seed: int | None = None
+    max_audio_length: int | None = None
+    talker_temperature: float | None = None
+    talker_top_k: int | None = None
+    talker_top_p: float | None = None
+    repetition_penalty: float | None = None
+    subtalker_temperature: float | None = None
+    subtalker_top_k: int | None = None
+    subtalker_top_p: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ConfigError(f"text must be a string, it is {self.text!r:.80}")
+        check_text(self.text)
+        for name, value in _checked_options({name: getattr(self, name) for name in _OPTIONS}, "").items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFile:
+    """What one input file asks for.
+
+    Attributes
+    ----------
+    batch_size : int
+        Requests that are spoken together, at least 1.
+    requests : tuple of Request
+        At least one.
+    """
+
+    batch_size: int = 1
+    requests: tuple[Request, ...]
+
+    def __post_init__(self) -> None:
+        _count("batch_size", self.batch_size)
+        if not self.requests:
+            raise ConfigError("requests is empty; give at least one")
+
+
+def read_request_file(path: Path) -> RequestFile:
+    """Read an input file.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be read, is no JSON (with line and column), repeats a key, or breaks a rule of ``parse_requests``.
+    """
+    try:
+        # utf-8-sig: editors on Windows begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    return parse_requests(_load_json(text, str(path)), str(path))
+
+
+def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile:
+    """Check an input document and resolve its defaults; the first fault raises.
+
+    An option of the top level holds for every request, and a request's own value goes before it. A request's own null
+    or "" takes the option back to "not given".
+
+    Parameters
+    ----------
+    document : mapping
+        The parsed JSON.
+    where : str
+        What the messages call it, the path of the file as a rule.
+
+    Raises
+    ------
+    ConfigError
+        With the place, as in ``input.json: requests[3].talker_top_k is -1; ...``.
+    """
+    place = f"{where}: "
+    _check_object(document, f"{place}the top level")
+    _check_keys(document, _TOP_KEYS, place, elsewhere={"messages": "a request"})
+    _check_template(document, place)
+    _check_no_clone(document, place)
+    options = _checked_options(document, place)
+    batch_size = document.get("batch_size")
+    entries = _checked_list(document.get("requests"), f"{place}requests")
+    requests = tuple(_parse_request(entry, options, f"{place}requests[{i}]") for i, entry in enumerate(entries))
+    return RequestFile(
+        batch_size=1 if batch_size is None else _count(f"{place}batch_size", batch_size), requests=requests
+    )
+
+
+def _parse_request(entry: Any, defaults: Mapping[str, Any], place: str) -> Request:
+    _check_object(entry, place)
+    _check_keys(
+        entry, _REQUEST_KEYS, f"{place}.", elsewhere=dict.fromkeys(("batch_size", *_FIXED_TEMPLATE), "the top level")
+    )
+    _check_no_clone(entry, f"{place}.")
+    own = _checked_options(entry, f"{place}.")
+    messages = _checked_list(entry.get("messages"), f"{place}.messages")
+    text, warnings = _spoken_text(messages, place)
+    return Request(text=text, messages=messages, warnings=warnings, **{**defaults, **own})
+
+
+def _spoken_text(messages: list[Any], place: str) -> tuple[str, tuple[str, ...]]:
+    """Return the content of the one assistant message, and a warning that names the messages nobody will hear."""
+    parsed = [_parse_message(message, f"{place}.messages[{i}]") for i, message in enumerate(messages)]
+    spoken = [content for role, content in parsed if role == "assistant"]
+    if len(spoken) != 1:
+        raise ConfigError(
+            f"{place}.messages holds {len(spoken) or 'no'} assistant message{'s' * (len(spoken) > 1)}; give exactly "
+            "one: its content is the text to speak, and a second text is a second request"
+        )
+    check_text(spoken[0], f"{place}.messages: the assistant's content")
+    ignored = [role for role, _ in parsed if role != "assistant"]
+    if not ignored:
+        return spoken[0], ()
+    return spoken[0], (
+        f"messages of role {', '.join(dict.fromkeys(ignored))} are not spoken and steer nothing; "
+        "use the key instruct to say how the text is spoken",
+    )
+
+
+def _parse_message(message: Any, place: str) -> tuple[str, str]:
+    """Return role and content."""
+    _check_object(message, place)
+    _check_keys(message, ("role", "content"), f"{place}.")
+    role = _required_string(message, "role", place)
+    if role not in ROLES:
+        raise ConfigError(f"{place}.role is {role!r}; {did_you_mean(role, ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        return role, "".join(_parse_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+    return role, _required_string(message, "content", place, or_else=" or a list of text parts")
+
+
+def _parse_part(part: Any, place: str) -> str:
+    _check_object(part, place)
+    kind = _required_string(part, "type", place)
+    # Before the keys: "image is not supported" says more than "unknown key image".
+    if kind != "text":
+        raise ConfigError(f"{place}.type is {kind!r}; only parts of type 'text' can be spoken")
+    _check_keys(part, ("type", "text"), f"{place}.")
+    return _required_string(part, "text", place)
+
+
+def _checked_options(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the options that are there, each checked; null is None without a check."""
+    given = {name: values[name] for name in _OPTIONS if name in values}
+    return {name: None if value is None else _OPTIONS[name](f"{place}{name}", value) for name, value in given.items()}
+
+
+def _check_object(value: Any, place: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place} must be a JSON object, it is {value!r:.80}")
+
+
+def _check_keys(
+    values: Mapping[str, Any], allowed: Iterable[str], place: str, *, elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a key that is not known here; ``elsewhere`` says of a key where it would be."""
+    for key in values:
+        if elsewhere and key in elsewhere:
+            raise ConfigError(f"{place}{key} is not possible here, it belongs to {elsewhere[key]}")
+        if key not in allowed:
+            raise ConfigError(f"{place}{key} is no known key; {did_you_mean(str(key), allowed)}")
+
+
+def _check_template(document: Mapping[str, Any], place: str) -> None:
+    for key, only in _FIXED_TEMPLATE.items():
+        value = document.get(key)
+        if value is not None and value is not only:
+            raise ConfigError(
+                f"{place}{key} is {value!r:.80}; the speech template is fixed, "
+                f"leave the key out or give {json.dumps(only)}"
+            )
+
+
+def _check_no_clone(values: Mapping[str, Any], place: str) -> None:
+    for key in _CLONE_KEYS:
+        if values.get(key) is not None and _optional_string(f"{place}{key}", values[key]):
+            raise ConfigError(f"{place}{key}: voice clone is not supported yet (it needs clone encoders); leave it out")
+
+
+def _checked_list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError(f"{place} must be a list, it is {'missing' if value is None else f'{value!r:.80}'}")
+    if not value:
+        raise ConfigError(f"{place} is empty; give at least one")
+    return value
+
+
+def _required_string(values: Mapping[str, Any], key: str, place: str, *, or_else: str = "") -> str:
+    value = values.get(key)
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{place}.{key} must be a string{or_else}, it is {'missing' if value is None else f'{value!r:.80}'}"
+        )
+    check_unicode(value, f"{place}.{key}")
+    return value
+
+
+def _load_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ConfigError, ValueError, RecursionError) as error:  # a repeated key; an endless number; endless nesting
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that an object has twice: JSON readers keep the last one in silence."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ConfigError(
+                f"the key {key!r} is there twice in one object (with {values[key]!r:.40} and {value!r:.40})"
+            )
+        values[key] = value
+    return values

@@ -1,0 +1,288 @@
+"""The Talker: the rows of its prefill, its steps, and the law of the first code of a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import SamplingParams, Section, TalkerSpec
+from .errors import NumericsError
+from .sampling import Law, law, penalised
+from .session import DecoderSession
+from .tensorfile import TensorFile
+
+MIN_FRAMES = 2
+"""Steps at which the end of speech is forbidden (``qwen_tts``: ``min_new_tokens``)."""
+
+SPECIAL_CODES = 1024
+"""Ids at the top of the vocabulary that are no audio codes, suppressed all but the end (``suppress_tokens``)."""
+
+NO_CODE = -1
+"""Codec side of a row that has none."""
+
+ROLE_ROWS = 3
+"""Tokens of ``<|im_start|>assistant\\n``."""
+
+CLOSING_ROWS = 5
+"""Tokens of ``<|im_end|>\\n<|im_start|>assistant\\n``, which are not spoken."""
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prefill of one request, as ids: each row is the sum of a projected text token and an embedded code.
+
+    Attributes
+    ----------
+    text_ids : ndarray, shape [R], int64
+    codec_ids : ndarray, shape [R], int64
+        -1 where the row has no codec side.
+    trailing_text_ids : ndarray, shape [T], int64
+        Token k joins the Talker's input after frame k; behind them ``tts_pad`` does.
+    """
+
+    text_ids: NDArray[np.int64]
+    codec_ids: NDArray[np.int64]
+    trailing_text_ids: NDArray[np.int64]
+
+
+def assemble_prompt(
+    spec: TalkerSpec,
+    assistant_ids: Sequence[int],
+    *,
+    instruct_ids: Sequence[int] = (),
+    speaker: str | None,
+    language: str,
+    non_streaming_mode: bool,
+) -> Prompt:
+    """Assemble the rows of a prefill, in the layout of the reference.
+
+    Parameters
+    ----------
+    spec : TalkerSpec
+    assistant_ids : sequence of int
+        Ids of the assistant template with the text.
+    instruct_ids : sequence of int
+        Ids of the instruct template, or none.
+    speaker : str or None
+        A key of ``spec.speakers``.
+    language : str
+        ``auto``, or a key of ``spec.languages``. A speaker of a dialect turns ``auto`` and ``chinese`` into it.
+    non_streaming_mode : bool
+        True: the whole text stands in the prefill. False: its first token does, the rest trails frame by frame.
+
+    Notes
+    -----
+    Source: ``qwen_tts`` 0.1.1, ``Qwen3TTSForConditionalGeneration.generate``.
+    """
+    ids = spec.ids
+    text = list(assistant_ids[ROLE_ROWS:-CLOSING_ROWS])
+    rows = [(token, NO_CODE) for token in [*instruct_ids, *assistant_ids[:ROLE_ROWS]]]
+    rows += [(ids.tts_pad_token_id, code) for code in _think_block(spec, speaker, language)]
+    if speaker is not None:
+        rows.append((ids.tts_pad_token_id, spec.speakers[speaker]))
+    rows.append((ids.tts_bos_token_id, ids.codec_pad_id))
+    if non_streaming_mode:
+        rows += [(token, ids.codec_pad_id) for token in [*text, ids.tts_eos_token_id]]
+        rows.append((ids.tts_pad_token_id, ids.codec_bos_id))
+        trailing = [ids.tts_pad_token_id]
+    else:
+        rows.append((text[0], ids.codec_bos_id))
+        trailing = [*text[1:], ids.tts_eos_token_id]
+    table = np.array(rows, np.int64)
+    return Prompt(text_ids=table[:, 0], codec_ids=table[:, 1], trailing_text_ids=np.array(trailing, np.int64))
+
+
+def _think_block(spec: TalkerSpec, speaker: str | None, language: str) -> list[int]:
+    ids = spec.ids
+    if speaker in spec.dialects and language in ("auto", "chinese"):
+        language = spec.dialects[speaker]
+    if language == "auto":
+        return [ids.codec_nothink_id, ids.codec_think_bos_id, ids.codec_think_eos_id]
+    return [ids.codec_think_id, ids.codec_think_bos_id, spec.languages[language], ids.codec_think_eos_id]
+
+
+class Talker:
+    """The outer loop's model on its engine. One batch at a time; not safe for several threads.
+
+    Make one with :meth:`from_engine_dir`.
+
+    Attributes
+    ----------
+    spec : TalkerSpec
+    """
+
+    def __init__(self, spec: TalkerSpec, session: DecoderSession, tables: TalkerTables) -> None:
+        self.spec = spec
+        self._session = session
+        self._tables = tables
+        self._positions = np.zeros(0, np.int64)
+
+    @classmethod
+    def from_engine_dir(cls, folder: Path | str, *, threads: int | None = None) -> Talker:
+        """Load a ``talker`` folder that ``cpspec-build`` wrote.
+
+        Raises
+        ------
+        ConfigError, EngineError
+            A file is missing, damaged, or contradicts ``config.json``.
+        """
+        folder = Path(folder)
+        spec = TalkerSpec.from_section(Section.from_file(folder / "config.json"))
+        session = DecoderSession(
+            folder / "model.onnx", spec.decoder, capacity=spec.limits.max_kv_cache_capacity, threads=threads
+        )
+        return cls(spec, session, TalkerTables.from_dir(folder, spec))
+
+    def __len__(self) -> int:
+        """Return the number of rows in the batch."""
+        return len(self._positions)
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds spent inside the engine so far."""
+        return self._session.run_seconds
+
+    def embed_prompt(self, prompt: Prompt) -> Float32:
+        """Return the prefill rows of a prompt, ``[R, H]``."""
+        rows = self.embed_text(prompt.text_ids)
+        spoken = prompt.codec_ids != NO_CODE
+        rows[spoken] += self._tables.codec[prompt.codec_ids[spoken]]
+        return rows
+
+    def embed_text(self, ids: NDArray[np.int64]) -> Float32:
+        """Return projected text tokens, ``[n]`` to ``[n, H]``."""
+        distinct, places = np.unique(ids, return_inverse=True)
+        return self._tables.project_text(distinct)[places]
+
+    def prefill(self, rows: Sequence[Float32]) -> Float32:
+        """Start a batch of sequences.
+
+        Parameters
+        ----------
+        rows : sequence of ndarray, shape [R_b, H], float32
+            The embedded prompt of each row of the batch.
+
+        Returns
+        -------
+        ndarray, shape [B, H], float32
+            Last hidden state of each row, after the final norm.
+        """
+        lengths = np.array([len(prompt) for prompt in rows])
+        offsets = np.arange(lengths.max())
+        embeds = np.zeros((len(rows), lengths.max(), self.spec.decoder.hidden_size), np.float32)
+        for index, prompt in enumerate(rows):
+            embeds[index, : len(prompt)] = prompt
+        self._session.start(len(rows), int(lengths.max()) + 1)
+        hidden = self._session.forward(embeds, np.where(offsets < lengths[:, None], offsets, -1))
+        self._positions = lengths
+        last: Float32 = hidden[np.arange(len(rows)), lengths - 1]
+        return last
+
+    def step(self, embeds: Float32) -> Float32:
+        """Advance every row of the batch by one position, ``[B, H]`` to ``[B, H]``."""
+        hidden = self._session.forward(embeds[:, None], self._positions[:, None])[:, 0].copy()
+        self._positions = self._positions + 1
+        return hidden
+
+    def keep_rows(self, rows: NDArray[np.intp]) -> None:
+        """Keep these rows of the batch and drop the others."""
+        self._session.keep_rows(rows)
+        self._positions = self._positions[rows]
+
+    def logits(self, hidden: Float32) -> Float32:
+        """Apply the codec head to one hidden state, ``[H]`` to ``[V]``."""
+        logits: Float32 = self._tables.head @ hidden
+        return logits
+
+
+def processed_logits(
+    spec: TalkerSpec, logits: NDArray[np.floating], seen: Sequence[int], penalty: float
+) -> NDArray[np.float64]:
+    """Apply repetition penalty, minimum length and suppression, in the reference's order.
+
+    Parameters
+    ----------
+    spec : TalkerSpec
+    logits : ndarray, shape [V]
+    seen : sequence of int
+        The codes sampled so far; their number is the step.
+    penalty : float
+
+    Returns
+    -------
+    ndarray, shape [V], float64
+        ``-inf`` where a code is forbidden.
+    """
+    out = penalised(logits, seen, penalty)
+    end = spec.ids.codec_eos_token_id
+    end_logit = out[end] if len(seen) >= MIN_FRAMES else -np.inf
+    out[len(out) - SPECIAL_CODES :] = -np.inf
+    out[end] = end_logit
+    return out
+
+
+def talker_law(spec: TalkerSpec, logits: NDArray[np.floating], seen: Sequence[int], params: SamplingParams) -> Law:
+    """Return the law of the next first code. Parameters are those of :func:`processed_logits`."""
+    if np.isnan(logits).any():  # before suppression hides it
+        raise NumericsError("Talker: the logits hold nan: they describe no law")
+    return law(processed_logits(spec, logits, seen, params.repetition_penalty), params)
+
+
+class TalkerTables:
+    """The side files of a Talker.
+
+    Attributes
+    ----------
+    codec : ndarray, shape [V, H]
+        Embeddings of first codes and special codes, mapped.
+    head : ndarray, shape [V, H], float32
+    """
+
+    def __init__(
+        self,
+        *,
+        codec: NDArray[np.floating],
+        text: NDArray[np.floating],
+        head: Float32,
+        projection: dict[str, Float32],
+    ) -> None:
+        self.codec = codec
+        self.head = head
+        self._text = text
+        self._projection = projection
+
+    @classmethod
+    def from_dir(cls, folder: Path, spec: TalkerSpec) -> TalkerTables:
+        """Read the tables and check their shapes against the spec. The text embedding is mapped, not loaded."""
+        width, text_width, codes = spec.decoder.hidden_size, spec.text_hidden_size, spec.decoder.vocab_size
+        codec, text = TensorFile(folder / "embedding.safetensors"), TensorFile(folder / "text_embedding.safetensors")
+        codec.check("embedding", (codes, width))
+        text.check("text_embedding", (spec.text_vocab_size, text_width))
+        projection = TensorFile(folder / "text_projection.safetensors")
+        shapes = {"linear_fc1": (text_width, text_width), "linear_fc2": (width, text_width)}
+        layers = {}
+        for name, shape in shapes.items():
+            layers[f"{name}.weight"] = projection.read_weight(f"{name}.weight", shape)
+            projection.check(f"{name}.bias", shape[:1])
+            layers[f"{name}.bias"] = projection.read(f"{name}.bias")
+        return cls(
+            codec=codec.map("embedding"),
+            text=text.map("text_embedding"),
+            head=TensorFile(folder / "codec_head.safetensors").read_weight("codec_head.weight", (codes, width)),
+            projection=layers,
+        )
+
+    def project_text(self, ids: NDArray[np.int64]) -> Float32:
+        """Return ``fc2(silu(fc1(text_embedding[ids])))``, ``[n]`` to ``[n, H]``."""
+        part = self._projection
+        inner: Float32 = self._text[ids].astype(np.float32) @ part["linear_fc1.weight"].T + part["linear_fc1.bias"]
+        with np.errstate(over="ignore"):  # exp of a large negative: the product is 0, as it should be
+            inner /= 1 + np.exp(-inner)
+        out: Float32 = inner @ part["linear_fc2.weight"].T + part["linear_fc2.bias"]
+        return out
