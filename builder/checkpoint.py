@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,7 +204,8 @@ class Weights:
         self.folder = folder
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = Section.from_file(index).section("weight_map")
+            shards = sorted({names.text(name) for name in names.values})
         elif single.is_file():
             shards = [single.name]
         else:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from trt_cpspec.cli import progress_bar
-from trt_cpspec.errors import EngineError
-from trt_cpspec.outputs import writable_folder, write_wav
+from trt_cpspec.errors import ConfigError
+from trt_cpspec.outputs import check_folder, write_wav
 from trt_cpspec.pipeline import Qwen3TTS, Speech
+from trt_cpspec.text import check_text
 
 from .synthetic import SyntheticSpec, write_checkpoint
 from .tts import BuildOptions, TtsBuild
 
 MAX_FRAMES = 60
+_MARKER = "cpspec_demo.txt"
 
 
 def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int) -> str:
@@ -23,11 +28,13 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int) -> str
 
     Raises
     ------
-    EngineError
-        Coupled speculation gave other codes than plain decoding.
+    ConfigError
+        The text cannot be spoken, or the folder holds something else than an earlier demo.
     """
-    checkpoint, engines = writable_folder(output_dir) / "checkpoint", output_dir / "engines"
-    write_checkpoint(checkpoint, SyntheticSpec.demo())
+    check_text(text)
+    check_folder(output_dir)
+    checkpoint, engines = output_dir / "checkpoint", output_dir / "engines"
+    _provide_checkpoint(checkpoint)
     with TtsBuild(checkpoint, engines, BuildOptions()) as build:
         for name, steps, write in build.components:
             with progress_bar(name, steps) as update:
@@ -37,7 +44,7 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int) -> str
     speeches = {n: _speak(model, text, seed, n) for n in (0, verify_size)}
     plain, speculative = speeches[0], speeches[verify_size]
     if not np.array_equal(plain.codes, speculative.codes):
-        raise EngineError("the codes differ: speculation in coupled mode must not change them; please report this")
+        raise AssertionError("coupled speculation gave other codes than plain decoding: a bug, please report it")
     lines = [f'spoke "{text}" with random weights (the sound is noise), seed {seed}, coupled mode']
     for size, speech in speeches.items():
         path = output_dir / f"demo_n{size}.wav"
@@ -46,7 +53,25 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int) -> str
     lines.append(f"codes identical: yes, all {plain.codes.size}")
     rates = speculative.stats.as_dict()["acceptance_by_offset"]
     lines.append("acceptance by draft offset: " + ", ".join(f"{i + 1}: {_percent(r)}" for i, r in enumerate(rates)))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_next_steps(output_dir, engines, verify_size)])
+
+
+def _provide_checkpoint(folder: Path) -> None:
+    """Generate the checkpoint, or take the one that an earlier demo left; it appears complete or not at all."""
+    spec = SyntheticSpec.demo()
+    if folder.exists():
+        marker = folder / _MARKER
+        if not marker.is_file() or marker.read_text(encoding="utf-8") != f"{spec}\n":
+            raise ConfigError(
+                f"{folder} exists and is not this demo's checkpoint: it is left as it is, choose another --outputDir"
+            )
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".checkpoint-", dir=folder.parent) as temporary:
+        partial_folder = Path(temporary) / folder.name
+        write_checkpoint(partial_folder, spec)
+        (partial_folder / _MARKER).write_text(f"{spec}\n", encoding="utf-8")
+        partial_folder.rename(folder)
 
 
 def _speak(model: Qwen3TTS, text: str, seed: int, verify_size: int) -> Speech:
@@ -71,3 +96,18 @@ def _line(size: int, speech: Speech, path: Path) -> str:
 
 def _percent(rate: float | None) -> str:
     return "untested" if rate is None else f"{100 * rate:.0f} %"
+
+
+def _next_steps(output_dir: Path, engines: Path, verify_size: int) -> list[str]:
+    """Return commands that run as they stand, also where the environment is not activated."""
+    speak = [
+        _command("qwen3_tts_inference"), "--talkerEngineDir", str(engines / "talker"), "--text", "Now say this.",
+        "--speaker", "vivian", "--cpSpecVerifySize", str(verify_size), "--outputAudioDir", str(output_dir / "audio"),
+    ]  # fmt: skip
+    return ["next:", f"  {shlex.join([_command('cpspec'), 'inspect', str(engines)])}", f"  {shlex.join(speak)}"]
+
+
+def _command(name: str) -> str:
+    """Return a command of this installation, by the path its sibling was called with."""
+    sibling = Path(sys.argv[0]).with_name(name)
+    return str(sibling) if sibling.is_file() else name

@@ -10,6 +10,21 @@ Agreement of drafts and targets
     shrinks), and its attention turns to row 0, the Talker's hidden state, which every row shares. The tables keep
     their upper half at full size, so the Talker still hears every code and frames still differ.
 
+    Measured chance of acceptance, sum of min(target, draft), at temperature 0.9 and top-k 50. It is the same for a
+    draft one step ahead and for one seven steps ahead, within 0.02, for rows differ by their own code, not by distance:
+
+    ========= ===== ===== ===== ===== ===== =====
+    agreement 0     0.25  0.5   0.75  0.9   1
+    ========= ===== ===== ===== ===== ===== =====
+    tiny      0.04  0.36  0.51  0.79  0.95  1.00
+    demo      0.03  0.25  0.36  0.68  0.91  1.00
+    0.6B                  0.42  0.76  0.93  1.00
+    1.7B                  0.63  0.86  0.96  1.00
+    ========= ===== ===== ===== ===== ===== =====
+
+    (The released sizes with a Talker of one layer and random hidden states.) At 0.75, the default, a window of 8
+    commits every length from 1 to 8, each in 2 % of the rounds or more (tiny).
+
 End of an utterance
     Every codec embedding carries the same positive flag, so the Talker's residual stream holds the sum of a frame's
     flags once it decodes. Its final norm hands that (negated) to ``codec_head``, where only the row of the
@@ -117,6 +132,8 @@ class CodecSize:
         Width between the stages; width of the quantizer, of whose half a codebook entry has.
     hidden, intermediate, layers, heads, head_dim : int
         The transformer.
+    sliding_window : int
+        Positions that the transformer looks back, itself included.
     encoder_hidden, encoder_filters, encoder_layers, encoder_codebook, encoder_codebook_dim : int
         The encoder.
     """
@@ -129,6 +146,7 @@ class CodecSize:
     layers: int = 2
     heads: int = 4
     head_dim: int = 8
+    sliding_window: int = 72
     encoder_hidden: int = 16
     encoder_filters: int = 2
     encoder_layers: int = 1
@@ -173,7 +191,7 @@ class SyntheticSpec:
     seed : int
         Not negative. Every tensor depends on the seed and its own name alone.
     agreement : float
-        In [0, 1]: how much drafts agree with targets. Module docstring: how; :data:`MEASURED_AGREEMENT`: how much.
+        In [0, 1]: how much drafts agree with targets; the module docstring says how, and what was measured.
 
     Raises
     ------
@@ -201,7 +219,7 @@ class SyntheticSpec:
         for name, allowed in (("tts_model_type", MODEL_TYPES), ("dtype", DTYPES)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} is {value!r}; {did_you_mean(str(value), allowed)}")
-        if isinstance(self.agreement, bool) or not 0 <= self.agreement <= 1:
+        if not _is_share(self.agreement):
             raise ConfigError(f"agreement is {self.agreement!r}; it must lie between 0 and 1")
         if self.num_code_groups < 2 or self.codebook_size < 2:
             raise ConfigError(
@@ -275,6 +293,10 @@ def _released(hidden: int, intermediate: int) -> dict[str, Any]:
         "talker": talker, "code_predictor": predictor, "text_hidden": 2048, "text_vocab": 151936, "codec": codec,
         "speaker_channels": 512,
     }  # fmt: skip
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _check_positive(sizes: Any) -> None:
@@ -501,7 +523,7 @@ def _decoder_tensors(
 
 def _own_code_share(agreement: float) -> float:
     """Return how much of a code's own embedding the code predictor sees, 1 to 0."""
-    return (1.0 - agreement) ** 1.5
+    return float((1.0 - agreement) ** 1.5)
 
 
 def _attention_to_row_0(agreement: float) -> float:
@@ -721,7 +743,9 @@ def _vocoder_tensors(prefix: str, size: CodecSize) -> Recipes:
             tensors |= _biased(f"{base}.{unit}.conv2.conv", _conv(out, out, 1, 0.4))
         dim = out
     tensors |= _snake(f"{prefix}.{len(_UPSAMPLE_RATES) + 1}", dim)
-    tensors |= _biased(f"{prefix}.{len(_UPSAMPLE_RATES) + 2}.conv", _conv(1, dim, 7, _WAVE_GAIN, _no_offset))
+    last = f"{prefix}.{len(_UPSAMPLE_RATES) + 2}.conv"
+    tensors[f"{last}.weight"] = _conv(1, dim, 7, _WAVE_GAIN, _no_offset)
+    tensors[f"{last}.bias"] = _vector(1, std=0.0)
     return tensors
 
 
@@ -907,7 +931,7 @@ def _codec_decoder_config(spec: SyntheticSpec) -> dict[str, Any]:
         "vector_quantization_hidden_dimension": 512, "codebook_dim": size.codebook_dim, "rms_norm_eps": 1e-05,
         "latent_dim": size.latent_dim, "hidden_size": size.hidden, "intermediate_size": size.intermediate,
         "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.heads,
-        "head_dim": size.head_dim, "sliding_window": 72, "decoder_dim": size.decoder_dim,
+        "head_dim": size.head_dim, "sliding_window": size.sliding_window, "decoder_dim": size.decoder_dim,
     }  # fmt: skip
 
 

@@ -210,7 +210,7 @@ class TtsBuild:
         for key, (name, shape) in sources.items():
             self.weights.check(name, shape)
             tensors[key] = StreamedTensor(
-                dtype=self.options.dtype, shape=shape, blocks=partial(self.weights.chunks, name)
+                dtype=self.options.dtype, shape=shape, blocks=partial(self.weights.chunks, name), source=name
             )
         write_tensors(folder / f"{stem}.safetensors", tensors)
 

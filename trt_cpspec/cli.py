@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -14,10 +14,12 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from . import outputs
-from .config import MODES, Mode, checked_verify_size
+from .config import MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
 from .errors import ConfigError, CpSpecError
 from .inspection import describe_engine_dir, format_description
-from .requests import RequestFile, parse_requests, read_request_file
+from .requests import Request, RequestFile, read_request_file
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +27,7 @@ EXIT_FAILED_REQUEST = 1
 EXIT_BAD_INPUT = 2
 
 PathOption = click.Path(path_type=Path)
+SEED = click.IntRange(0, 2**64 - 1)
 
 
 class UserError(click.ClickException):
@@ -34,20 +37,23 @@ class UserError(click.ClickException):
 
 
 def reports_errors(function: F) -> F:
-    """Turn the library's errors into a message and exit code 2."""
+    """Turn the library's errors, and the system's (a full disk), into a message and exit code 2."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except CpSpecError as error:
+        except (CpSpecError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                raise  # click's: the reader of standard output has gone
+            logger.debug("where it was raised:", exc_info=True)
             raise UserError(str(error)) from error
 
     return wrapped  # type: ignore[return-value]
 
 
 def refused(name: str, sentence: str) -> Callable[[F], F]:
-    """Declare an option that is known and not supported yet."""
+    """Declare an option that is known and not supported yet; the help does not show it."""
 
     def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
@@ -57,6 +63,18 @@ def refused(name: str, sentence: str) -> Callable[[F], F]:
     return click.option(
         name, callback=refuse, expose_value=False, is_flag=is_flag, default=False if is_flag else None, hidden=True
     )
+
+
+def _verify_size(context: click.Context, parameter: click.Parameter, value: int) -> int:
+    try:
+        return checked_verify_size(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def print_json(document: Any) -> None:
+    """Print JSON on standard output, in UTF-8 as JSON is."""
+    click.echo(outputs.json_bytes(document), nl=False)
 
 
 def set_up_logging(debug: bool) -> None:
@@ -112,7 +130,10 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
     "--tokenizerDir", "tokenizer_dir", type=PathOption, help="Folder of the tokenizer. [default: the Talker's]"
 )
 @click.option(
-    "--checkpointDir", "checkpoint_dir", type=PathOption, help="Checkpoint folder to take the tokenizer from."
+    "--checkpointDir",
+    "checkpoint_dir",
+    type=PathOption,
+    help="Take the tokenizer from this checkpoint, unless --tokenizerDir is given.",
 )
 @click.option("--inputFile", "input_file", type=PathOption, help="Requests, as JSON.")
 @click.option("--text", help="Speak this text instead of an input file.")
@@ -126,21 +147,24 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
     type=PathOption,
     default=Path("audio"),
     show_default=True,
-    help="Folder of audio_req{N}.wav and rvq_req{N}.safetensors.",
+    help="Receives audio_req{N}.wav and rvq_req{N}.safetensors of request N.",
 )
 @click.option(
     "--batchSize",
     "batch_size",
+    metavar="N",
     type=click.IntRange(min=1),
     help="Requests spoken at once. [default: the input file's, or 1]",
 )
 @click.option(
     "--cpSpecVerifySize",
     "verify_size",
+    metavar="N",
     type=int,
+    callback=_verify_size,
     default=0,
     show_default=True,
-    help="0 is off; 2 to 8 verifies that many positions in one CodePredictor pass.",
+    help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass.",
 )
 @click.option(
     "--cpSpecMode",
@@ -152,61 +176,74 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**64 - 1),
-    help="For every request that brings none. [default: drawn, and reported]",
+    metavar="N",
+    type=SEED,
+    help="From 0 to 2**64 - 1, for every request that brings none. [default: drawn, and reported]",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
-@click.option("--dumpOutput", "dump_output", is_flag=True, help="Print the responses too.")
-@click.option("--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto and cpu are the CPU; cuda is not supported yet.",
+)
+@click.option("--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
+@click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too.")
+@click.option("--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage, under 'profile'.")
 @click.option("--profileOutputFile", "profile_file", type=PathOption, help="Write the time of each stage, as JSON.")
-@click.option("--debug", is_flag=True, help="Log everything.")
+@click.option("--debug", is_flag=True, help="Log everything, and say of an error where it was raised.")
 @refused("--cloneEncoderDir", "voice clone needs the clone encoders, which are not supported yet")
 @refused("--streaming", "audio is written when it is complete; streaming is not supported yet")
 @refused("--chunkFrames", "it belongs to --streaming, which is not supported yet")
 @reports_errors
 def tts(**options: Any) -> None:
-    """Speak the requests of a JSON file with a Qwen3-TTS engine."""
+    """Speak texts with the engines that cpspec-build made of a Qwen3-TTS checkpoint.
+
+    \b
+    For example:
+      --talkerEngineDir ENG/talker --text "Hello there." --cpSpecVerifySize 3
+      --talkerEngineDir ENG/talker --inputFile input.json --outputFile output.json
+
+    Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
+    """
     set_up_logging(options["debug"])
-    checked_verify_size(options["verify_size"])
     if options["device"] == "cuda":
         raise ConfigError("--device cuda is not supported yet; give auto or cpu")
     requests = _read_requests(options)
-    audio_dir = outputs.writable_folder(options["audio_dir"])
+    outputs.check_folder(options["audio_dir"])
     for name in ("output_file", "profile_file"):
         if options[name] is not None:
-            outputs.writable_folder(options[name].parent)
-    responses, profile = _speak(requests, audio_dir, options)
-    document = {"input_file": str(options["input_file"] or ""), "responses": responses}
+            outputs.check_file(options[name])
+    responses, profile = _speak(requests, options)
+    document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
     if options["output_file"] is not None:
         outputs.write_json(options["output_file"], document)
-    if options["output_file"] is None or options["dump_output"]:
-        click.echo(json.dumps(document, indent=2, ensure_ascii=False))
     if options["profile_file"] is not None:
         outputs.write_json(options["profile_file"], profile)
+    printed = document if options["output_file"] is None or options["dump_output"] else {}
     if options["dump_profile"]:
-        click.echo(json.dumps(profile, indent=2))
+        printed = printed | {"profile": profile}
+    if printed:
+        print_json(printed)
     if any(response["output_text"] == outputs.FAILED for response in responses):
         raise SystemExit(EXIT_FAILED_REQUEST)
 
 
 def _read_requests(options: dict[str, Any]) -> RequestFile:
-    if (options["input_file"] is None) == (options["text"] is None):
+    path, text = options["input_file"], options["text"]
+    given = {name: options[name] for name in ("speaker", "language", "instruct") if options[name] is not None}
+    if (path is None) == (text is None):
         raise ConfigError("give either --inputFile or --text")
-    if options["input_file"] is not None:
-        for name in ("speaker", "language", "instruct"):
-            if options[name] is not None:
-                raise ConfigError(f"--{name} goes with --text; in an input file it is the key {name!r}")
-        return read_request_file(options["input_file"])
-    document: dict[str, Any] = {"requests": [{"messages": [{"role": "assistant", "content": options["text"]}]}]}
-    document |= {name: options[name] for name in ("speaker", "language", "instruct") if options[name] is not None}
-    return parse_requests(document, "--text")
+    if path is None:
+        messages = [{"role": "assistant", "content": text}]
+        return RequestFile(requests=(Request(text=text, messages=messages, **given),))
+    for name in given:
+        raise ConfigError(f"--{name} goes with --text; in an input file it is the key {name!r}")
+    return read_request_file(path)
 
 
-def _speak(
-    requests: RequestFile, audio_dir: Path, options: dict[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Load the engines, check every request, then speak them batch by batch."""
+def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Load the engines, check every request, then speak them batch by batch; return responses and profile."""
     from .pipeline import Qwen3TTS  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
 
     model = Qwen3TTS.from_engine_dir(
@@ -220,15 +257,18 @@ def _speak(
         raise ConfigError(f"a batch size of {batch_size} exceeds the engine's max_batch_size {model.max_batch_size}")
     prepared = []
     for index, request in enumerate(requests.requests):
+        place = f"{options['input_file']}: requests[{index}]: " if options["input_file"] is not None else ""
         try:
             prepared.append(model.prepare(request, default_seed=options["seed"]))
         except ConfigError as error:
-            raise ConfigError(f"requests[{index}]: {error}") from error
+            raise ConfigError(f"{place}{error}") from error
+        for warning in prepared[-1].warnings:
+            logger.warning("%s%s", place, warning)
+    mode: Mode = options["mode"]
     window = model.predictor.window(options["verify_size"])
     responses: list[dict[str, Any]] = []
-    mode: Mode = options["mode"]
+    frames = 0
     with progress_bar("speaking", len(prepared)) as update:
-        frames = 0
 
         def count(added: int) -> None:
             nonlocal frames
@@ -238,11 +278,13 @@ def _speak(
         for start in range(0, len(prepared), batch_size):
             batch = prepared[start : start + batch_size]
             results = model.run_batch(batch, window=window, mode=mode, progress=count)
-            for offset, result in enumerate(results):
-                index = start + offset
-                responses.append(
-                    outputs.write_response(audio_dir, index, requests.requests[index], batch[offset], result)
+            for index, result in enumerate(results, start):
+                response = outputs.write_response(
+                    options["audio_dir"], index, requests.requests[index], prepared[index], result
                 )
+                responses.append(response)
+                if response["output_text"] == outputs.FAILED:
+                    logger.error("requests[%d] failed: %s", index, response["error"])
             update(len(batch), f"{frames} frames")
     return responses, model.times.as_profile()
 
@@ -252,6 +294,13 @@ def _speak(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
 def inspect(engine_dir: Path, as_json: bool) -> None:
-    """Say of each folder of an engine directory what it is, its limits, and whether and how wide it can verify."""
+    """Say what an engine folder can do.
+
+    Of each component in ENGINE_DIR: what it is, its limits, the Talker's speakers and languages, and whether and how
+    wide the CodePredictor can verify.
+    """
     description = describe_engine_dir(engine_dir)
-    click.echo(json.dumps(description, indent=2) if as_json else format_description(description))
+    if as_json:
+        print_json(description)
+    else:
+        click.echo(format_description(description))

@@ -121,8 +121,7 @@ def decode_frame(
     history: list[list[Round]] = [[] for _ in rows]
     hidden = model.prefill(talker_hidden, codes[:, 0])
     for index, row in enumerate(rows):
-        targets = _laws(model.target_logits(hidden[index : index + 1], 1), row, index, 1)
-        codes[index, 1] = row.noise.pick(targets[0], 1, Use.TARGET)
+        codes[index, 1] = row.noise.pick(_target_law(model, hidden[index], row, index, 1), 1, Use.TARGET)
     last = np.ones(len(rows), np.int64)  # depth of each row's last committed code
     while (last < groups - 1).any():
         proposals = [
@@ -147,7 +146,8 @@ def _draft(
     count = max(min(max_drafts, model.num_code_groups - depth - 1), 0)
     if count == 0:
         return Proposal(first_depth=depth, codes=[], laws=[])
-    laws = _laws(model.draft_logits(hidden, depth, count), row, index, depth)
+    logits = model.draft_logits(hidden, depth, count)
+    laws = [_law(values, row, index, depth + offset) for offset, values in enumerate(logits)]
     use = Use.TARGET if mode == "coupled" else Use.DRAFT
     return Proposal(
         first_depth=depth, codes=[row.noise.pick(draft, depth + i, use) for i, draft in enumerate(laws)], laws=laws
@@ -167,16 +167,23 @@ def _verify_inputs(
 
 
 def _accept(model: FrameModel, hidden: Hidden, row: FrameRow, index: int, proposal: Proposal, mode: Mode) -> list[int]:
-    rows = hidden[: len(proposal.codes) + 1]
-    targets = _laws(model.target_logits(rows, proposal.first_depth), row, index, proposal.first_depth)
-    return (accept_coupled if mode == "coupled" else accept_by_rejection)(targets, proposal, row.noise)
+    # Laws are made as the walk asks for them: behind a rejection no head is applied.
+    laws = (
+        _target_law(model, hidden[offset], row, index, proposal.first_depth + offset)
+        for offset in range(len(proposal.codes) + 1)
+    )
+    return (accept_coupled if mode == "coupled" else accept_by_rejection)(laws, proposal, row.noise)
 
 
-def _laws(logits: Hidden, row: FrameRow, index: int, depth: int) -> list[Law]:
+def _target_law(model: FrameModel, hidden: Hidden, row: FrameRow, index: int, depth: int) -> Law:
+    return _law(model.target_logits(hidden[None], depth)[0], row, index, depth)
+
+
+def _law(logits: Hidden, row: FrameRow, index: int, depth: int) -> Law:
     try:
-        return [law(values, row.params) for values in logits]
+        return law(logits, row.params)
     except NumericsError as error:
-        raise NumericsError(f"CodePredictor, depths from {depth}: {error}", row=index) from error
+        raise NumericsError(f"CodePredictor, depth {depth}: {error}", row=index) from error
 
 
 @dataclass(slots=True)

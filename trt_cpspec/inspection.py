@@ -1,16 +1,18 @@
-"""Say of an engine directory what each of its folders is, from its ``config.json`` alone."""
+"""Say of an engine directory what each of its folders is, from its ``config.json`` and the names of its files."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section
+from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section, resolve_window
 from .errors import ConfigError
 from .tensorfile import TensorFile
 
-_PLANS = ("llm.engine", "code2wav.engine")
 _GRAPH = "model.onnx"
+_PLANS = ("llm.engine", "code2wav.engine")
+_HEADS = "lm_heads.safetensors"
 _LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
 
 
@@ -20,35 +22,50 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     Raises
     ------
     ConfigError
-        The directory does not exist, or holds no component.
+        The directory does not exist, holds no component, or a file in it is damaged.
     """
     if not engine_dir.is_dir():
         raise ConfigError(f"the engine folder {engine_dir} does not exist")
-    folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if ".partial" not in path.parts]
+    folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if not _is_hidden(path, engine_dir)]
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
     return [_describe(folder, engine_dir) for folder in folders]
 
 
+def _is_hidden(path: Path, root: Path) -> bool:
+    """Return whether a path belongs to a build that is not finished, or to a tool."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
 def _describe(folder: Path, root: Path) -> dict[str, Any]:
     section = Section.from_file(folder / "config.json")
     model = section.values.get("model") or section.values.get("model_type")
-    limits = section.values.get("builder_config")
+    limits = _object(section, "builder_config")
     found = [name for name in (_GRAPH, *_PLANS) if (folder / name).is_file()]
     description = {
-        "folder": str(folder.relative_to(root)),
+        "folder": root.resolve().name if folder == root else str(folder.relative_to(root)),
         "model": model,
-        "kind": _kind(model),
-        "precision": section.values.get("precision", "unknown"),
+        "kind": _kind(model, section),
+        "precision": section.values.get("precision"),
         "files": found,
-        "limits": {key: limits[key] for key in _LIMITS if isinstance(limits, dict) and key in limits},
+        "limits": {key: limits[key] for key in _LIMITS if key in limits},
     }
     if description["kind"] == "code predictor":
-        description["verify"] = _verify(folder, section, found)
+        description["verify"] = _verify(folder, limits.get("max_verify_size"), found)
+    if description["kind"] == "talker":
+        description["speakers"] = list(_object(section, "speaker_id"))
+        description["languages"] = [name for name in _object(section, "codec_language_id") if "dialect" not in name]
     return description
 
 
-def _kind(model: Any) -> str:
+def _object(section: Section, key: str) -> Mapping[str, Any]:
+    value = section.values.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _kind(model: Any, section: Section) -> str:
+    if section.has("architectures"):
+        return "a checkpoint, no engine; build it with cpspec-build"
     if not isinstance(model, str):
         return "unknown: config.json has neither model nor model_type"
     if model.endswith(CODE_PREDICTOR_SUFFIX):
@@ -59,26 +76,32 @@ def _kind(model: Any) -> str:
     return "other"
 
 
-def _verify(folder: Path, section: Section, found: list[str]) -> dict[str, Any]:
+def _verify(folder: Path, width: Any, found: list[str]) -> dict[str, Any]:
     """Return how many positions a pass may take, and why not more."""
-    limits = section.values.get("builder_config")
-    width = limits.get("max_verify_size") if isinstance(limits, dict) else None
-    heads = folder / "lm_heads.safetensors"
-    answer: dict[str, Any] = {"residual_depths": None, "codebook_size": None, "max_verify_size": width, "reason": None}
-    if heads.is_file():
-        file = TensorFile(heads)
-        answer["residual_depths"] = len(file.names())
-        answer["codebook_size"] = file.info(file.names()[0]).shape[0]
-    if not found:
-        answer["reason"] = f"there is neither {_GRAPH} nor a plan"
-    elif width is None:
-        answer["reason"] = "config.json does not say max_verify_size: not built by cpspec-build"
-    elif width < 2:
-        answer["reason"] = f"built for 1 position a pass; rebuild with cpspec-build --maxVerifySize {MAX_VERIFY_SIZE}"
-    elif answer["residual_depths"] is not None and answer["residual_depths"] < 2:
-        answer["reason"] = f"{answer['residual_depths']} residual depth(s) leave no draft slot"
-    answer["can_verify"] = answer["reason"] is None
-    return answer
+    width = width if isinstance(width, int) else None
+    depths = codebook = None
+    reasons = []
+    if _GRAPH not in found:
+        reasons.append(f"there is no {_GRAPH}, the only kind of engine that this version runs")
+    if (folder / _HEADS).is_file():
+        heads = TensorFile(folder / _HEADS)
+        shapes = [heads.info(name).shape for name in heads.names()]
+        depths, codebook = len(shapes), shapes[0][0] if shapes else 0
+    else:
+        reasons.append(f"there is no {_HEADS}")
+    if width is None:
+        reasons.append("config.json does not say max_verify_size, so cpspec-build did not make this engine")
+    elif depths is not None and codebook is not None:
+        asked = min(max(width, 2), MAX_VERIFY_SIZE)
+        window = resolve_window(asked, codebook_size=codebook, residual_depths=depths, max_verify_size=width)
+        reasons += [window.reason] if window.reason else []
+    return {
+        "can_verify": not reasons,
+        "max_verify_size": width,
+        "codebook_size": codebook,
+        "residual_depths": depths,
+        "reason": "; ".join(reasons) or None,
+    }
 
 
 def format_description(description: list[dict[str, Any]]) -> str:
@@ -87,16 +110,20 @@ def format_description(description: list[dict[str, Any]]) -> str:
 
 
 def _format_one(entry: dict[str, Any]) -> str:
-    lines = [
-        f"{entry['folder']}: {entry['kind']}",
-        f"  model      {entry['model']}",
-        f"  precision  {entry['precision']}",
-        f"  files      {', '.join(entry['files']) or 'no graph and no plan'}",
-        f"  limits     {', '.join(f'{key} {value}' for key, value in entry['limits'].items()) or 'not stated'}",
-    ]
+    facts = {
+        "model": entry["model"] or "not stated",
+        "precision": entry["precision"] or "not stated",
+        "files": ", ".join(entry["files"]) or "no graph and no plan",
+        "limits": ", ".join(f"{key} {value}" for key, value in entry["limits"].items()) or "not stated",
+    }
+    for key in ("speakers", "languages"):
+        if entry.get(key):
+            facts[key] = ", ".join(entry[key])
     verify = entry.get("verify")
     if verify is not None:
-        lines.append(f"  codebook   {verify['codebook_size']} codes, {verify['residual_depths']} residual depths")
+        if verify["codebook_size"] is not None:
+            facts["codebook"] = f"{verify['codebook_size']} codes, {verify['residual_depths']} residual depths"
         width = f"yes, --cpSpecVerifySize 2 to {verify['max_verify_size']}"
-        lines.append(f"  verify     {width if verify['can_verify'] else 'no: ' + verify['reason']}")
-    return "\n".join(lines)
+        facts["verify"] = width if verify["can_verify"] else f"no: {verify['reason']}"
+    lines = [f"  {key:<10} {value}" for key, value in facts.items()]
+    return "\n".join([f"{entry['folder']}: {entry['kind']}", *lines])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from .errors import ConfigError, CpSpecError
 from .requests import Request
@@ -25,20 +26,33 @@ FAILED = "FAILED"
 """``output_text`` of a request that failed."""
 
 
-def writable_folder(folder: Path) -> Path:
-    """Create a folder if need be and return it; a ConfigError says when nothing can be written there."""
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be written, or made; nothing is made yet.
+
+    Raises
+    ------
+    ConfigError
+        It, or the nearest folder above it that exists, cannot be written.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise ConfigError(f"the folder {folder} cannot be written: {error}") from error
-    return folder
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that could not be written; nothing is made yet (see :func:`check_folder`)."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the path of a file")
+    check_folder(path.parent)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place when the block ends well."""
+    """Yield a temporary path beside ``path`` that takes its place when the block ends well; make the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -50,7 +64,12 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON document."""
     with replacing(path) as partial:
-        partial.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_bytes(json_bytes(document))
+
+
+def json_bytes(document: Any) -> bytes:
+    """Return a JSON document in UTF-8, whatever the locale."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> None:
@@ -64,15 +83,24 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
     sample_rate : int
         Hz.
     """
-    samples = np.rint(waveform * 32767).astype(np.int16)
     with replacing(path) as partial:
-        soundfile.write(partial, samples, sample_rate, subtype="PCM_16", format="WAV")
+        partial.write_bytes(wav_bytes(waveform, sample_rate))
+
+
+def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
+    """Return the bytes of a mono PCM16 wav (see :func:`write_wav`)."""
+    buffer = io.BytesIO()  # Python writes the file, so that a full disk is an OSError
+    samples = np.rint(waveform * 32767).astype(np.int16)
+    soundfile.write(buffer, samples, sample_rate, subtype="PCM_16", format="WAV")
+    return buffer.getvalue()
 
 
 def write_response(
     folder: Path, index: int, request: Request, prepared: PreparedRequest, result: Speech | CpSpecError
 ) -> dict[str, Any]:
     """Write the files of one request and return its response object.
+
+    A request that failed, in the model or in writing, leaves no file: neither its own nor one of an earlier run.
 
     Parameters
     ----------
@@ -83,25 +111,39 @@ def write_response(
     prepared : PreparedRequest
     result : Speech, or the error that ended the request
     """
-    response: dict[str, Any] = {"request_idx": index, "output_text": "", "messages": request.messages}
-    resolved = {
+    audio, codes = folder / f"audio_req{index}.wav", folder / f"rvq_req{index}.safetensors"
+    outcome: dict[str, Any]
+    try:
+        if isinstance(result, CpSpecError):
+            raise result
+        outcome = _write_speech(audio, codes, result)
+    except (CpSpecError, OSError) as error:
+        outcome = {"output_text": FAILED, "error": str(error)}
+        for path in (audio, codes):
+            with suppress(OSError):
+                path.unlink()
+    return {
+        "request_idx": index,
+        "output_text": "",
+        "messages": request.messages,
+        **outcome,
         "speaker": prepared.speaker,
         "language": prepared.language,
         "sampling": prepared.sampling.as_dict(),
         "warnings": list(prepared.warnings),
     }
-    if isinstance(result, CpSpecError):
-        return response | {"output_text": FAILED, "error": str(result)} | resolved
-    audio, codes = folder / f"audio_req{index}.wav", folder / f"rvq_req{index}.safetensors"
-    write_wav(audio, result.waveform, result.sample_rate)
-    with replacing(codes) as partial:
-        save_file({"rvq_codes": np.ascontiguousarray(result.codes, np.int32)}, partial)
-    files = {
+
+
+def _write_speech(audio: Path, codes: Path, speech: Speech) -> dict[str, Any]:
+    with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
+        partial_audio.write_bytes(wav_bytes(speech.waveform, speech.sample_rate))
+        partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
+    return {
         "audio_file": str(audio),
-        "audio_samples": len(result.waveform),
-        "audio_sample_rate": result.sample_rate,
-        "audio_duration_ms": result.duration_ms,
+        "audio_samples": len(speech.waveform),
+        "audio_sample_rate": speech.sample_rate,
+        "audio_duration_ms": speech.duration_ms,
         "rvq_file": str(codes),
-        "finish_reason": result.finish_reason,
+        "finish_reason": speech.finish_reason,
+        "cp_spec": speech.stats.as_dict(),
     }
-    return response | files | resolved | {"cp_spec": result.stats.as_dict()}

@@ -220,7 +220,7 @@ class CodePredictor:
 
     def _check_inputs(self, hidden: Float32, code0: NDArray[np.integer]) -> None:
         width, limit = self.spec.talker_hidden_size, self.spec.limits.max_batch_size
-        if hidden.ndim != 2 or hidden.shape[1] != width:
+        if hidden.ndim != 2 or hidden.shape[1] != width or not len(hidden):
             raise ConfigError(f"talker_hidden has shape {list(hidden.shape)}, [B, {width}] is needed")
         if code0.shape != (len(hidden),) or not np.issubdtype(code0.dtype, np.integer):
             raise ConfigError(f"code0 must be {len(hidden)} integer(s), it has shape {list(code0.shape)} {code0.dtype}")

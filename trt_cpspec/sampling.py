@@ -7,7 +7,7 @@ which a proposal was drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -21,7 +21,7 @@ from .errors import NumericsError
 Law = NDArray[np.float64]
 Logits = NDArray[np.floating]
 
-_PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_PHILOX_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
@@ -54,16 +54,15 @@ def philox(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     -----
     Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    word0, word1, word2, word3 = counters.T
+    # Words 0 and 2 are multiplied, 1 and 3 are mixed in: two rows of each, so that a round is five operations.
+    multiplied, mixed = counters.T[0::2], counters.T[1::2]
     low, high = key & 0xFFFFFFFF, key >> 32
     for _ in range(10):
-        product0 = word0 * _PHILOX_MULTIPLIERS[0]
-        product1 = word2 * _PHILOX_MULTIPLIERS[1]
-        word0 = (product1 >> _WORD_BITS) ^ word1 ^ np.uint64(low)
-        word2 = (product0 >> _WORD_BITS) ^ word3 ^ np.uint64(high)
-        word1, word3 = product1 & _LOW_WORD, product0 & _LOW_WORD
+        products = multiplied * _PHILOX_MULTIPLIERS
+        round_key = np.array([[low], [high]], np.uint64)
+        multiplied, mixed = (products[::-1] >> _WORD_BITS) ^ mixed ^ round_key, products[::-1] & _LOW_WORD
         low, high = (low + _PHILOX_INCREMENTS[0]) & 0xFFFFFFFF, (high + _PHILOX_INCREMENTS[1]) & 0xFFFFFFFF
-    return np.stack([word0, word1, word2, word3], axis=1)
+    return np.stack([multiplied[0], mixed[0], multiplied[1], mixed[1]], axis=1)
 
 
 def uniforms(seed: int, frame: int, depth: int, use: Use, indices: NDArray[np.integer]) -> NDArray[np.float64]:
@@ -241,13 +240,13 @@ class Proposal:
     laws: list[Law]
 
 
-def accept_by_rejection(targets: Sequence[Law], proposal: Proposal, noise: Noise) -> list[int]:
+def accept_by_rejection(targets: Iterable[Law], proposal: Proposal, noise: Noise) -> list[int]:
     """Walk the drafts and return the codes to commit, 1 to n + 1 of them.
 
     Parameters
     ----------
-    targets : sequence of ndarray, shape [V], float64
-        n + 1 laws; the last is the bonus row's.
+    targets : iterable of ndarray, shape [V], float64
+        n + 1 laws; the last is the bonus row's. None is asked for behind the first rejection.
     proposal : Proposal
     noise : Noise
 
@@ -258,23 +257,31 @@ def accept_by_rejection(targets: Sequence[Law], proposal: Proposal, noise: Noise
     speculative decoding", 2023.
     """
     committed: list[int] = []
-    for code, draft, target in zip(proposal.codes, proposal.laws, targets[:-1], strict=True):
-        depth = proposal.first_depth + len(committed)
+    laws = iter(targets)
+    for code, draft in zip(proposal.codes, proposal.laws, strict=True):
+        target, depth = _next(laws), proposal.first_depth + len(committed)
         if not noise.accept(accept_probability(target, draft, code), depth):
             return [*committed, noise.pick(residual_law(target, draft), depth, Use.RESIDUAL)]
         committed.append(code)
-    return [*committed, noise.pick(targets[-1], proposal.first_depth + len(committed), Use.TARGET)]
+    return [*committed, noise.pick(_next(laws), proposal.first_depth + len(committed), Use.TARGET)]
 
 
-def accept_coupled(targets: Sequence[Law], proposal: Proposal, noise: Noise) -> list[int]:
+def _next(laws: Iterator[Law]) -> Law:
+    for target in laws:
+        return target
+    raise ValueError("n drafts need n + 1 target laws, fewer were given")
+
+
+def accept_coupled(targets: Iterable[Law], proposal: Proposal, noise: Noise) -> list[int]:
     """Commit what autoregressive decoding would draw, as far as the drafts foresaw it, and one code more.
 
     Parameters and return value are those of :func:`accept_by_rejection`. The drafts must have been drawn with the
     target's own numbers (``Use.TARGET``), which makes them likely, but not certain, to agree.
     """
     committed: list[int] = []
-    for code, target in zip([*proposal.codes, None], targets, strict=True):
-        committed.append(noise.pick(target, proposal.first_depth + len(committed), Use.TARGET))
+    laws = iter(targets)
+    for code in [*proposal.codes, None]:
+        committed.append(noise.pick(_next(laws), proposal.first_depth + len(committed), Use.TARGET))
         if committed[-1] != code:
             break
     return committed

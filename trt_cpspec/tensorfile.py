@@ -9,6 +9,7 @@ Source of the format: https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class TensorFile:
         self.path = Path(path)
         try:
             self._tensors = dict(_read_header(self.path))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self.path} cannot be read as a safetensors file: {error}") from error
 
     def __contains__(self, name: str) -> bool:
@@ -152,17 +153,25 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
         if not 2 <= length <= min(MAX_HEADER_BYTES, max(size - 8, 0)):
             raise ValueError(f"a header of {length} bytes does not fit a file of {size}")
         header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        shape = tuple(int(extent) for extent in entry["shape"])
+        begin, end = (_natural(number) for number in entry["data_offsets"])
+        shape = tuple(_natural(extent) for extent in entry["shape"])
         if entry["dtype"] not in _STORED:
             raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
-        wanted = int(np.prod(shape, dtype=np.int64)) * _STORED[entry["dtype"]].itemsize
+        wanted = math.prod(shape) * _STORED[entry["dtype"]].itemsize
         if end - begin != wanted or 8 + length + end > size:
             raise ValueError(f"tensor {name!r} does not fit: the file is cut short or damaged")
         yield name, TensorInfo(dtype=entry["dtype"], shape=shape, offset=8 + length + begin, nbytes=wanted)
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r:.40} stands where a size belongs")
+    return value
 
 
 def _to_float32(flat: NDArray[Any], dtype: str) -> NDArray[np.float32]:
@@ -188,11 +197,14 @@ class StreamedTensor:
     shape : tuple of int
     blocks : callable
         Returns an iterator of float32 arrays whose values, in order, fill the shape.
+    source : str or None
+        What an error calls it; None is its name in the file.
     """
 
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Iterator[NDArray[np.float32]]]
+    source: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -240,7 +252,9 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
         with partial.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name, tensor in tensors.items():
-                written = sum(file.write(encode(block, tensor.dtype, name)) for block in tensor.blocks())
+                written = sum(
+                    file.write(encode(block, tensor.dtype, tensor.source or name)) for block in tensor.blocks()
+                )
                 if written != tensor.nbytes:
                     raise ValueError(f"tensor {name!r} gave {written} bytes, {tensor.nbytes} were announced")
         os.replace(partial, path)

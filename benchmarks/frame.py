@@ -1,0 +1,140 @@
+"""Time one audio frame of the CodePredictor for several verification windows, in one run.
+
+    python benchmarks/frame.py --size released --random-weights
+    python benchmarks/frame.py --engineDir ENG
+
+Every window decodes the same frames in turn, so that a slow minute of the machine falls on all of them. The Talker is
+a stand-in: hidden states drawn from a normal law.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from synthetic_engine import built, code_predictor_only, spec_of
+from trt_cpspec.builder.tts import BuildOptions
+
+from trt_cpspec import __version__
+from trt_cpspec.frame import CpSpecStats
+from trt_cpspec.predictor import CodePredictor
+
+SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b7"}
+
+
+@click.command()
+@click.option("--engineDir", "engine_dir", type=click.Path(path_type=Path), help="A built engine folder.")
+@click.option("--size", type=click.Choice(list(SIZES)), help="Instead: a generated checkpoint of this size.")
+@click.option("--random-weights", is_flag=True, help="Says aloud that --size has random weights; required with it.")
+@click.option(
+    "--agreement",
+    type=click.FloatRange(0, 1),
+    default=0.75,
+    show_default=True,
+    help="Of drafts and targets, with --size.",
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--windows", default="0,2,3,4", show_default=True, help="Verify sizes, comma separated.")
+@click.option("--mode", type=click.Choice(["rejection", "coupled"]), default="rejection", show_default=True)
+@click.option("--frames", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1))
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+def main(**options: Any) -> None:
+    """Time one audio frame of the CodePredictor."""
+    if (options["engine_dir"] is None) == (options["size"] is None):
+        raise click.UsageError("give either --engineDir or --size")
+    if options["size"] and not options["random_weights"]:
+        raise click.UsageError("--size generates random weights: say so with --random-weights")
+    with ExitStack() as stack:
+        engines = options["engine_dir"]
+        if engines is None:
+            spec = code_predictor_only(spec_of(SIZES[options["size"]], options["agreement"]))
+            build = BuildOptions(precision=options["precision"])
+            engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build))
+        predictor = CodePredictor.from_engine_dir(engines / "code_predictor", threads=options["threads"])
+        report = measure(predictor, options)
+    print(table(report))
+    if options["json_file"]:
+        options["json_file"].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(predictor: CodePredictor, options: dict[str, Any]) -> dict[str, Any]:
+    windows = [int(word) for word in options["windows"].split(",")]
+    states = np.random.default_rng(0).standard_normal(
+        (options["warmup"] + options["frames"], predictor.spec.talker_hidden_size)
+    )
+    times: dict[int, list[float]] = {n: [] for n in windows}
+    engine_ms = dict.fromkeys(windows, 0.0)
+    stats = {n: CpSpecStats(predictor.window(n), options["mode"], predictor.num_code_groups) for n in windows}
+    for index, state in enumerate(states.astype(np.float32)):
+        for n in windows:
+            before, started = predictor.run_seconds, time.perf_counter()
+            result = predictor.decode_frame(state, index, seeds=1, frames=index, verify_size=n, mode=options["mode"])
+            elapsed = time.perf_counter() - started
+            if index >= options["warmup"]:
+                times[n].append(1000 * elapsed)
+                engine_ms[n] += 1000 * (predictor.run_seconds - before)
+                stats[n].add_frame(result.rounds[0])
+    rows = [row(n, times[n], engine_ms[n], stats[n]) for n in windows]
+    return {"machine": machine(), "options": {k: str(v) for k, v in options.items() if v is not None}, "rows": rows}
+
+
+def row(n: int, times: list[float], engine_ms: float, stats: CpSpecStats) -> dict[str, Any]:
+    quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+    return {
+        "verify_size": n,
+        "ms_per_frame": statistics.median(times),
+        "ms_quartiles": [quarters[0], quarters[2]],
+        "passes_per_frame": stats.passes / stats.frames,
+        "codes_per_round": stats.as_dict()["codes_per_round"],
+        "share_outside_engine": 1 - engine_ms / sum(times),
+    }
+
+
+def machine() -> dict[str, Any]:
+    import onnxruntime  # noqa: PLC0415, TID251  only its version
+
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "trt_cpspec": __version__,
+    }
+
+
+def processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [" ".join(f"{key}={value}" for key, value in report["machine"].items()), " ".join(sys.argv)]
+    lines.append("   N  ms/frame  quartiles          passes/frame  codes/round  outside the engine")
+    for r in report["rows"]:
+        low, high = r["ms_quartiles"]
+        lines.append(
+            f"{r['verify_size']:>4}  {r['ms_per_frame']:8.2f}  {low:8.2f} - {high:8.2f} {r['passes_per_frame']:12.2f} "
+            f"{r['codes_per_round']:12.2f} {100 * r['share_outside_engine']:17.1f} %"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+// select_sample: temperature, top-k, top-p and the pick for every row of logits, one launch, V <= 4096.
+//
+// Layout   logits [B, W, V] f32, 16-byte aligned; requests [B]; last [B]: depth of each row's last committed code;
+//          out: codes [B, W] i32, laws [B, W, V] f32 (or null), errors [B] i32.
+//          Entry w of row b belongs to depth last[b] + 1 + w; above `deepest` there is nothing to do.
+// Launch   grid (W, B), block THREADS: the power of two in [32, 1024] that is at least V / 4.
+// Limits   V <= 4096; cost does not depend on top_k or top_p.
+// Errors   A NaN, a +inf or a row without a finite value: errors[b] becomes the smallest such depth (set it to
+//          0x7F7F7F7F before the frame), the code is 0 and the law one-hot, so that whatever follows stays in bounds.
+//
+// The law is sampling.law's. Both filters are one routine, keep_first: walk the entries from the largest logit down
+// (equal logits: lower code first) and keep one while the measure of those before it is below a limit. For top-k the
+// measure of an entry is 1 and the limit k; for top-p it is its probability mass and the limit top_p of the sum, which
+// is Hugging Face's rule read from the other end. The entry at the limit is found as a radix select does it, digit by
+// digit, and without a sort: the first digit is linear in the logit, which nearly always leaves a handful of entries;
+// these compare themselves with each other. Where many are left, digits of the exact order key (logit, code) follow,
+// so the cost is bounded for any input. Masses are integers (39 bits of fraction): sums do not depend on the order of
+// the additions, and a run repeats bit by bit.
+
+#define ITEMS 4
+#define CODE_BITS 12
+#define ORDER_BITS (32 + CODE_BITS)
+#define LISTED 64
+#define WARPS (THREADS / 32)
+#define MASS_SCALE 549755813888.0f  // 2^39
+#define MASS_LOW_BITS 20
+#define FIRST_DIGIT_REACH 40.0f  // temperatures below the largest logit; what is further down shares the last bin
+
+static_assert(V <= ITEMS * THREADS && V <= 1 << CODE_BITS, "select_sample_general.cu is for larger codebooks");
+static_assert((THREADS & (THREADS - 1)) == 0 && THREADS >= 32 && THREADS <= 1024, "THREADS");
+
+constexpr int log2_of(int value) { return value == 1 ? 0 : 1 + log2_of(value / 2); }
+constexpr int DIGIT_BITS = log2_of(THREADS);
+
+// A thread's four neighbouring entries.
+struct Row {
+  float logit[ITEMS];
+  u64 mass[ITEMS];
+  float largest, bins_per_unit;
+
+  __device__ __forceinline__ static u32 code(int i) { return threadIdx.x * ITEMS + i; }
+  // Ascending: the largest logit first, of equal ones the lower code.
+  __device__ __forceinline__ u64 order(int i) const { return u64(~order_key(logit[i])) << CODE_BITS | code(i); }
+  __device__ __forceinline__ u32 first_digit(int i) const {  // fminf also turns the NaN of inf * 0 into the last bin
+    return u32(fminf((largest - logit[i]) * bins_per_unit, float(THREADS - 1)));
+  }
+  __device__ __forceinline__ void measure(int i, u32& out) const { out = 1; }
+  __device__ __forceinline__ void measure(int i, u64& out) const { out = mass[i]; }
+};
+
+// The state of one keep_first. A mass is summed in two parts, so that 32-bit shared-memory atomics suffice.
+template <class Measure>
+struct Cut {
+  u32 bins[sizeof(Measure) / 4][THREADS];
+  u64 order[LISTED];
+  Measure measure[LISTED];
+  Measure before, limit;
+  u32 listed, bin;
+
+  __device__ __forceinline__ void clear() {
+    for (auto& part : bins) part[threadIdx.x] = 0;
+    if (threadIdx.x == 0) listed = 0;
+  }
+  // Bin b stands where the lane that scans it reads without bank conflicts.
+  __device__ __forceinline__ static int place(u32 bin) { return (bin % WARPS) * 32 + bin / WARPS; }
+};
+
+__device__ __forceinline__ void add(Cut<u32>& s, bool active, u32 bin, u32) {
+  if (active) atomicAdd(&s.bins[0][Cut<u32>::place(bin)], 1u);
+}
+
+__device__ __forceinline__ void add(Cut<u64>& s, bool active, u32 bin, u64 mass) {
+  const u32 lanes = __ballot_sync(ALL_LANES, active);
+  if (lanes == 0) return;
+  u32 low = u32(mass) & ((1u << MASS_LOW_BITS) - 1), high = u32(mass >> MASS_LOW_BITS);
+  const int first = __ffs(lanes) - 1;
+  // A tied row puts a whole warp into one bin: add once for all of it.
+  if (__all_sync(ALL_LANES, !active || bin == __shfl_sync(ALL_LANES, bin, first))) {
+    low = warp_sum(active ? low : 0);
+    high = warp_sum(active ? high : 0);
+    active = lane_id() == first;
+  }
+  if (!active) return;
+  atomicAdd(&s.bins[0][Cut<u64>::place(bin)], low);
+  atomicAdd(&s.bins[1][Cut<u64>::place(bin)], high);
+}
+
+__device__ __forceinline__ u32 bin_sum(const Cut<u32>& s, int place) { return s.bins[0][place]; }
+__device__ __forceinline__ u64 bin_sum(const Cut<u64>& s, int place) {
+  return s.bins[0][place] + (u64(s.bins[1][place]) << MASS_LOW_BITS);
+}
+
+// One warp: the bin in which the measure reaches the limit, and the measure before it. THREADS where none does.
+template <class Measure, class LimitOf>
+__device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, LimitOf limit_of) {
+  Measure sum = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += bin_sum(s, i * 32 + lane_id());
+  const Measure inclusive = warp_inclusive_sum(sum), total = __shfl_sync(ALL_LANES, inclusive, 31);
+  const Measure limit = first_pass ? limit_of(total) : s.limit;
+  Measure before = (first_pass ? 0 : s.before) + inclusive - sum;
+  __syncwarp();  // s.before has been read by all lanes
+  if (first_pass && lane_id() == 0) {
+    s.limit = limit;
+    if (total < limit) s.bin = THREADS;
+  }
+  if (before >= limit || before + sum < limit) return;
+  for (int i = 0; i < WARPS; i++) {
+    const Measure here = bin_sum(s, i * 32 + lane_id());
+    if (before < limit && limit <= before + here) {
+      s.bin = lane_id() * WARPS + i;
+      s.before = before;
+    }
+    before += here;
+  }
+}
+
+// All threads; returns which of the thread's `alive` entries stay.
+template <class Measure, class LimitOf>
+__device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 alive, LimitOf limit_of) {
+  u32 kept = 0, rest = alive;
+  for (int pass = 0;; pass++) {
+    const int shift = max(ORDER_BITS - DIGIT_BITS * pass, 0);
+    u32 digit[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      Measure measure;
+      row.measure(i, measure);
+      digit[i] = pass == 0 ? row.first_digit(i) : u32(row.order(i) >> shift) & (THREADS - 1);
+      add(s, rest >> i & 1, digit[i], measure);
+    }
+    __syncthreads();
+    if (warp_id() == 0) find_bin(s, pass == 0, limit_of);
+    __syncthreads();
+    const u32 candidates = rest;
+    rest = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      if (!(candidates >> i & 1) || digit[i] > s.bin) continue;
+      if (digit[i] < s.bin) {
+        kept |= 1u << i;
+        continue;
+      }
+      rest |= 1u << i;
+      const u32 slot = atomicAdd(&s.listed, 1u);
+      if (slot < LISTED) {
+        s.order[slot] = row.order(i);
+        row.measure(i, s.measure[slot]);
+      }
+    }
+    __syncthreads();
+    if (s.listed <= LISTED) break;
+    __syncthreads();
+    s.clear();
+    __syncthreads();
+  }
+  const int listed = s.listed;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    if (!(rest >> i & 1)) continue;
+    const u64 order = row.order(i);
+    Measure before = s.before;
+    for (int j = 0; j < listed; j++) before += s.order[j] < order ? s.measure[j] : 0;
+    if (before < s.limit) kept |= 1u << i;
+  }
+  return kept;
+}
+
+struct Shared {
+  Cut<u32> by_count;
+  Cut<u64> by_mass;
+  Pick pick;
+  u32 largest_of_warp[32], smallest_of_warp[32];
+  u64 mass_of_warp[32];
+};
+
+__device__ __forceinline__ void load_row(Row& row, const float* logits) {
+  const int first = threadIdx.x * ITEMS;
+  if (V % 4 == 0) {
+    const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    const float4 four = first < V ? *reinterpret_cast<const float4*>(logits + first) : none;
+    row.logit[0] = four.x, row.logit[1] = four.y, row.logit[2] = four.z, row.logit[3] = four.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) row.logit[i] = first + i < V ? logits[first + i] : -INFINITY;
+  }
+}
+
+__device__ __forceinline__ void store_row(float* law, const float (&values)[ITEMS]) {
+  const int first = threadIdx.x * ITEMS;
+  if (V % 4 == 0) {
+    if (first < V) *reinterpret_cast<float4*>(law + first) = make_float4(values[0], values[1], values[2], values[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+      if (first + i < V) law[first + i] = values[i];
+  }
+}
+
+// All threads: the largest logit, and how finely the first digit divides those below it. False for a row of no law.
+__device__ __forceinline__ bool find_range(Shared& s, Row& row, float temperature) {
+  u32 largest = 0, smallest = 0xFFFFFFFFu;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    const u32 key = order_key(row.logit[i]);
+    largest = max(largest, key);
+    if (key > KEY_MINUS_INFINITY) smallest = min(smallest, key);
+  }
+  largest = warp_max(largest);
+  smallest = warp_min(smallest);
+  if (lane_id() == 0) {
+    s.largest_of_warp[warp_id()] = largest;
+    s.smallest_of_warp[warp_id()] = smallest;
+  }
+  __syncthreads();
+  largest = warp_max(lane_id() < WARPS ? s.largest_of_warp[lane_id()] : 0);
+  smallest = warp_min(lane_id() < WARPS ? s.smallest_of_warp[lane_id()] : 0xFFFFFFFFu);
+  row.largest = key_to_float(largest);
+  row.bins_per_unit = THREADS / fminf(row.largest - key_to_float(smallest), FIRST_DIGIT_REACH * temperature);
+  return largest > KEY_MINUS_INFINITY && largest < KEY_INFINITY;
+}
+
+// All threads; `alive` entries are the law. Returns the code that was picked, and writes the law.
+__device__ __forceinline__ u32 pick_and_store(Shared& s, const Row& row, u32 alive, const float (&weight)[ITEMS],
+                                              const Request& request, u32 depth, u32 use, float* law) {
+  const double temperature = request.temperature == 0 ? 1 : request.temperature;
+  const float inverse = 1 / float(temperature);
+  u32 word[ITEMS] = {}, best = 0;
+  float score[ITEMS];
+  u64 mass = 0;
+  if (alive) {
+    const uint4 words = philox(request.seed, request.frame, depth, use, threadIdx.x);
+    word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+  }
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    score[i] = -INFINITY;
+    if (!(alive >> i & 1)) continue;
+    score[i] = (row.logit[i] - row.largest) * inverse + gumbel(word[i]);
+    best = max(best, order_key(score[i]));
+    mass += row.mass[i];
+  }
+  mass = warp_sum(mass);
+  if (lane_id() == 0) s.mass_of_warp[warp_id()] = mass;
+  pick_offer(s.pick, best);
+  __syncthreads();
+  if (law) {
+    const float unit = MASS_SCALE / float(warp_sum(lane_id() < WARPS ? s.mass_of_warp[lane_id()] : 0ull));
+    float values[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) values[i] = alive >> i & 1 ? weight[i] * unit : 0;
+    store_row(law, values);
+  }
+  return pick_settle(
+      s.pick, ITEMS, [](int i) { return Row::code(i); }, [&](int i) { return score[i]; },
+      [&](int i) { return (double(row.logit[i]) - double(row.largest)) / temperature + gumbel_exact(word[i]); });
+}
+
+KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
+                                                const int* __restrict__ last, int* __restrict__ codes,
+                                                float* __restrict__ laws, int* __restrict__ errors, int use,
+                                                int deepest) {
+  __shared__ Shared s;
+  const int batch_row = blockIdx.y, entry = batch_row * gridDim.x + blockIdx.x;
+  Row row;
+  load_row(row, logits + u64(entry) * V);
+  const int depth = last[batch_row] + 1 + blockIdx.x;
+  if (depth > deepest) return;
+  const Request request = requests[batch_row];
+  float* law = laws ? laws + u64(entry) * V : nullptr;
+
+  s.by_count.clear();
+  s.by_mass.clear();
+  if (threadIdx.x == 0) pick_reset(s.pick);
+  const bool greedy = request.temperature == 0;  // argmax is top-1, at any temperature
+  const float temperature = greedy ? 1.0f : float(request.temperature);
+  if (!find_range(s, row, temperature)) {
+    const float one_hot[ITEMS] = {threadIdx.x == 0 ? 1.0f : 0.0f};
+    if (law) store_row(law, one_hot);
+    if (threadIdx.x == 0) {
+      codes[entry] = 0;
+      atomicMin(&errors[batch_row], depth);
+    }
+    return;
+  }
+
+  u32 alive = 0;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > -INFINITY) << i;
+  const int top_k = greedy ? 1 : request.top_k;
+  if (top_k > 0 && top_k < V) alive = keep_first(s.by_count, row, alive, [&](u32) { return u32(top_k); });
+
+  float weight[ITEMS];
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    weight[i] = alive >> i & 1 ? expf((row.logit[i] - row.largest) * (1 / temperature)) : 0;
+    row.mass[i] = u64(weight[i] * MASS_SCALE);
+  }
+  if (!greedy && request.top_p < 1)
+    alive = keep_first(s.by_mass, row, alive, [&](u64 total) { return u64(ceil(request.top_p * double(total))); });
+
+  const u32 code = pick_and_store(s, row, alive, weight, request, depth, use, law);
+  if (threadIdx.x == 0) codes[entry] = code;
+}

@@ -1,0 +1,148 @@
+"""``cpspec demo`` as a newcomer meets it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+from click.testing import CliRunner
+from trt_cpspec.builder import demo as demo_module
+from trt_cpspec.builder.cli import main
+
+from trt_cpspec import Qwen3TTS
+
+ROOT = Path(__file__).parents[1]
+CPSPEC = Path(sys.executable).with_name("cpspec")
+
+
+def run(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> str:
+    result = run(CPSPEC, "demo", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def numbers(report: str) -> dict[int, tuple[int, float]]:
+    """Return frames and passes a frame for each N."""
+    found = re.findall(r"^N=(\d): (\d+) frames, ([\d.]+) passes a frame", report, re.MULTILINE)
+    return {int(n): (int(frames), float(passes)) for n, frames, passes in found}
+
+
+def test_speculation_saves_passes_and_changes_no_code(report: str, folder: Path) -> None:
+    (plain_frames, plain_passes), (frames, passes) = (numbers(report)[n] for n in (0, 3))
+    assert plain_frames == frames
+    assert (plain_passes, passes < 12) == (15, True)
+    assert f"codes identical: yes, all {16 * frames}" in report
+    assert re.search(r"acceptance by draft offset: 1: \d+ %, 2: \d+ %", report)
+    waves = [soundfile.read(folder / "demo_out" / f"demo_n{n}.wav")[0] for n in (0, 3)]
+    assert len(waves[0]) == 1920 * frames
+    assert (waves[0] == waves[1]).all()
+    assert {path.name for path in (folder / "demo_out").iterdir()} == {
+        "checkpoint", "engines", "demo_n0.wav", "demo_n3.wav",
+    }  # fmt: skip
+
+
+def test_the_next_commands_run_as_they_are_printed(report: str, folder: Path) -> None:
+    commands = [shlex.split(line) for line in report.split("next:\n")[1].splitlines()]
+    assert [Path(command[0]).name for command in commands] == ["cpspec", "qwen3_tts_inference"]
+    for command in commands:
+        result = run(*command, cwd=folder)
+        assert (result.returncode, result.stderr) == (0, "")
+    assert (folder / "demo_out" / "audio" / "audio_req0.wav").is_file()
+
+
+def test_a_second_demo_takes_the_checkpoint_of_the_first(report: str, folder: Path) -> None:
+    weights = folder / "demo_out" / "checkpoint" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    args = [
+        "demo",
+        "--outputDir",
+        str(folder / "demo_out"),
+        "--text",
+        "Say more.",
+        "--seed",
+        "8",
+        "--cpSpecVerifySize",
+        "8",
+    ]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0, result.output
+    assert 'spoke "Say more."' in result.output
+    assert set(numbers(result.output)) == {0, 8}
+    assert weights.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("marker", [None, "another version"])
+def test_a_folder_of_somebody_else_is_left_alone(marker: str | None, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "mine").write_text("keep me")
+    if marker is not None:
+        (checkpoint / "cpspec_demo.txt").write_text(marker)
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(main, ["demo", "--outputDir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is left as it is, choose another --outputDir" in result.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_demo_that_is_interrupted_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(folder: Path, spec: object) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_module, "write_checkpoint", half)
+        assert CliRunner().invoke(main, ["demo", "--outputDir", str(tmp_path)]).exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--text", " "), "holds nothing visible"),
+        (("--outputDir", "file/x"), "cannot be written"),
+        (("--cpSpecVerifySize", "1"), "2<=x<=8"),
+        (("--cpSpecVerifySize", "9"), "2<=x<=8"),
+        (("--seed", "-1"), "--seed"),
+    ],
+)
+def test_what_a_demo_refuses(
+    args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["demo", *args])
+    assert (result.exit_code, message in result.stderr) == (2, True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+
+
+def test_codes_that_differ_are_a_bug(report: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Qwen3TTS.synthesize
+    monkeypatch.setattr(
+        Qwen3TTS, "synthesize", lambda self, text, **options: real(self, text, **options | {"mode": "rejection"})
+    )
+    result = CliRunner().invoke(main, ["demo", "--outputDir", str(folder / "demo_out")])
+    assert isinstance(result.exception, AssertionError)
+
+
+@pytest.mark.parametrize(("args", "tail"), [((), ""), (("TEXT=Say this one.",), ' --text "Say this one."')])
+def test_make_demo_passes_the_text(args: tuple[str, ...], tail: str) -> None:
+    result = run("make", "--dry-run", "demo", *args, cwd=ROOT)
+    assert result.returncode == 0
+    assert re.search(r"/cpspec demo *(.*)$", result.stdout.strip())[1] == tail.strip()  # type: ignore[index]

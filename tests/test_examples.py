@@ -1,0 +1,61 @@
+"""The examples run as they are, on the engines of a small checkpoint."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
+from trt_cpspec.builder.tts import BuildOptions, TtsBuild
+
+from trt_cpspec import Qwen3TTS
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    write_checkpoint(folder / "checkpoint", SyntheticSpec.tiny(agreement=0.9))
+    with TtsBuild(folder / "checkpoint", folder / "eng", BuildOptions()) as build:
+        for _, _, write in build.components:
+            write(lambda: None)
+        build.commit()
+    return folder / "eng"
+
+
+def run(example: str, *args: str | Path, cwd: Path) -> str:
+    command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_speak(engines: Path, tmp_path: Path) -> None:
+    options = {"speaker": "ryan", "language": "english", "seed": 3}
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    printed = run("speak.py", engines, "Hello there.", *flags, cwd=tmp_path)
+    speech = Qwen3TTS.from_engine_dir(engines).synthesize("Hello there.", verify_size=3, **options)
+    stats = speech.stats
+    assert f"speech.wav: {0.08 * stats.frames:.2f} s, {stats.frames} frames, ended by" in printed
+    assert f"{stats.passes / stats.frames:.2f} passes a frame, {stats.accepted} of {stats.proposed} drafts" in printed
+    wave, rate = soundfile.read(tmp_path / "speech.wav", dtype="float32")
+    assert rate == 24000
+    np.testing.assert_allclose(wave, speech.waveform, atol=1e-4)
+
+
+def test_own_talker_loop(engines: Path, tmp_path: Path) -> None:
+    printed = run("own_talker_loop.py", engines, cwd=tmp_path)
+    passes = {n: float(value) for n, value in re.findall(r"N=(\d): ([\d.]+) passes a frame", printed)}
+    assert passes["0"] == 15
+    assert 6 < passes["3"] < 12
+    assert "codes identical: yes" in printed
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"speak.py", "own_talker_loop.py"}

@@ -1,0 +1,147 @@
+"""The CUDA driver, as far as sessions need it: memory, one stream, copies and graphs, through cuda-python.
+
+Nothing is imported from cuda-python before a :class:`Device` is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .errors import EngineError
+
+INSTALL_HINT = 'pip install "trt_cpspec[cuda]"'
+
+
+class Device:
+    """The first CUDA device of the process, its primary context made current, and one stream of it.
+
+    Parameters
+    ----------
+    ordinal : int
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : tuple of int
+    stream : int
+        Handle of the stream on which everything runs.
+
+    Raises
+    ------
+    EngineError
+        No cuda-python, no driver, or no device; the message says which.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            from cuda.bindings import driver  # noqa: PLC0415  an optional extra
+        except ImportError as error:
+            raise EngineError(f"CUDA needs cuda-python: {INSTALL_HINT} ({error})") from error
+        self.driver = driver
+        try:
+            self.call("cuInit", 0)
+            count = self.call("cuDeviceGetCount")
+        except (EngineError, RuntimeError) as error:
+            raise EngineError(f"no CUDA device can be used: {error}") from error
+        if ordinal >= count:
+            raise EngineError(f"CUDA device {ordinal} does not exist, there are {count}")
+        device = self.call("cuDeviceGet", ordinal)
+        self.call("cuCtxSetCurrent", self.call("cuDevicePrimaryCtxRetain", device))
+        attribute = driver.CUdevice_attribute
+        self.compute_capability = (
+            self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+            self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+        )
+        self.name = self.call("cuDeviceGetName", 128, device).decode().rstrip("\0")
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.stream = int(self.call("cuStreamCreate", flags))
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call a driver function and return its result; any status but success is an EngineError."""
+        status, *results = getattr(self.driver, function)(*arguments)
+        if int(status) != 0:
+            raise EngineError(f"{function} failed: {status.name} ({int(status)})")
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """Allocate device memory, not initialised."""
+        return DeviceArray(self, shape, np.dtype(dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """Allocate device memory that is zero."""
+        array = self.empty(shape, dtype)
+        array.zero()
+        return array
+
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Allocate page-locked host memory, zeroed, that copies can read and write asynchronously."""
+        kind = np.dtype(dtype)
+        nbytes = max(int(np.prod(shape)) * kind.itemsize, 1)
+        address = int(self.call("cuMemHostAlloc", nbytes, 0))
+        buffer = (ctypes.c_byte * nbytes).from_address(address)
+        weakref.finalize(buffer, _release, self.driver.cuMemFreeHost, address)
+        flat: NDArray[Any] = np.frombuffer(memoryview(buffer), kind, int(np.prod(shape)))
+        array = flat.reshape(shape)
+        array[...] = 0
+        return array
+
+    def upload(self, target: DeviceArray, source: NDArray[Any]) -> None:
+        """Copy host memory to the device, on the stream. The source must live until the copy is done."""
+        self.call("cuMemcpyHtoDAsync", target.address, source.ctypes.data, source.nbytes, self.stream)
+
+    def download(self, target: NDArray[Any], source: DeviceArray) -> None:
+        """Copy device memory to the host, on the stream."""
+        self.call("cuMemcpyDtoHAsync", target.ctypes.data, source.address, target.nbytes, self.stream)
+
+    def synchronize(self) -> None:
+        """Wait for the stream."""
+        self.call("cuStreamSynchronize", self.stream)  # host sync
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what ``work`` puts on the stream as a graph, without running it."""
+        mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self.call("cuStreamBeginCapture", self.stream, mode)
+        try:
+            work()
+        finally:
+            graph = self.call("cuStreamEndCapture", self.stream)
+        return Graph(self, graph)
+
+
+class DeviceArray:
+    """Device memory with a shape and a dtype; freed with the object."""
+
+    def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.device, self.shape, self.dtype = device, shape, dtype
+        self.nbytes = int(np.prod(shape)) * dtype.itemsize
+        self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
+        weakref.finalize(self, _release, device.driver.cuMemFree, self.address)
+
+    def zero(self) -> None:
+        """Zero it, on the stream."""
+        self.device.call("cuMemsetD8Async", self.address, 0, self.nbytes, self.device.stream)
+
+
+class Graph:
+    """An instantiated CUDA graph."""
+
+    def __init__(self, device: Device, graph: Any) -> None:
+        self._device = device
+        self._executable = device.call("cuGraphInstantiate", graph, 0)
+        weakref.finalize(self, _release, device.driver.cuGraphExecDestroy, self._executable)
+        device.call("cuGraphDestroy", graph)
+
+    def launch(self) -> None:
+        """Run it, on the stream."""
+        self._device.call("cuGraphLaunch", self._executable, self._device.stream)
+
+
+def _release(function: Callable[[Any], Any], handle: Any) -> None:
+    # At interpreter exit the driver may be gone: nothing is left to free then, and nobody to tell.
+    function(handle)

@@ -1,0 +1,402 @@
+"""A decoder plan on TensorRT or TensorRT-RTX. Only this module talks to them at run time.
+
+The binding module is passed as a value; nothing is imported before a plan is opened. One execution context serves
+one shape, all contexts share their activation memory, and everything runs on one stream, so executions are serialised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import DecoderSpec
+from .cuda import Device, DeviceArray, Graph
+from .errors import EngineError
+from .session import PREFILL_CHUNK, SCRATCH_SLOTS, Float32, bucket_for
+
+CONTEXT_PROFILE, GENERATION_PROFILE = 0, 1
+BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
+"""Flavour, as the sidecar names it, to the module that reads its plans."""
+
+GRAPH_ROWS = 8
+"""Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
+
+
+class PlanLog:
+    """Collects what TensorRT says, so that an error can repeat it. Made a logger by :func:`import_binding`."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+
+def import_binding(flavour: str) -> Any:
+    """Return the Python module of a flavour, or an EngineError that names the extra to install."""
+    extra = "rtx" if flavour == "tensorrt_rtx" else "tensorrt"
+    if flavour not in BINDINGS:
+        raise EngineError(f"unknown engine flavour {flavour!r}; known: {', '.join(BINDINGS)}")
+    try:
+        return importlib.import_module(BINDINGS[flavour])
+    except ImportError as error:
+        raise EngineError(f'{flavour} is not installed: pip install "trt_cpspec[{extra}]" ({error})') from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRange:
+    """Smallest, best and largest shape of a tensor in one optimisation profile."""
+
+    minimum: tuple[int, ...]
+    optimum: tuple[int, ...]
+    maximum: tuple[int, ...]
+
+
+class Plan:
+    """A deserialized plan.
+
+    Parameters
+    ----------
+    path : Path
+    binding : module
+        ``tensorrt`` or ``tensorrt_rtx``.
+
+    Raises
+    ------
+    EngineError
+        The file is missing, empty, an ONNX graph, cut short, or of another version, flavour or device. The message
+        repeats what TensorRT said, and says how to build it again.
+    """
+
+    def __init__(self, path: Path, binding: Any) -> None:
+        self.path, self.binding = path, binding
+        data = _plan_bytes(path)
+        errors: list[str] = []
+        self._runtime = binding.Runtime(_logger(binding, errors))
+        self.engine = self._runtime.deserialize_cuda_engine(data)
+        if self.engine is None:
+            raise EngineError(
+                f"{path} cannot be used by {binding.__name__} {binding.__version__}: "
+                f"{' / '.join(errors) or 'it gave no reason'}; build it again on this machine with cpspec-build"
+            )
+        self.names = [self.engine.get_tensor_name(index) for index in range(self.engine.num_io_tensors)]
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the numpy type of a tensor."""
+        kind: np.dtype[Any] = np.dtype(self.binding.nptype(self.engine.get_tensor_dtype(name)))
+        return kind
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, -1 where it is dynamic."""
+        return tuple(self.engine.get_tensor_shape(name))
+
+    def range(self, name: str, profile: int) -> ShapeRange:
+        """Return what a profile admits for an input."""
+        low, best, high = self.engine.get_tensor_profile_shape(name, profile)
+        return ShapeRange(minimum=tuple(low), optimum=tuple(best), maximum=tuple(high))
+
+    def check_names(self, expected: set[str]) -> None:
+        """Raise an EngineError that names every missing and every unknown tensor."""
+        missing, extra = sorted(expected - set(self.names)), sorted(set(self.names) - expected)
+        if missing or extra:
+            raise EngineError(
+                f"{self.path} has not the tensors that config.json asks for: missing {missing or 'none'}, "
+                f"unknown {extra or 'none'}; build it again with cpspec-build"
+            )
+
+
+def _plan_bytes(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error}; build it with cpspec-build") from error
+    if not data:
+        raise EngineError(f"{path} is empty: the build was cut short; build it again with cpspec-build")
+    # An ONNX ModelProto begins with its ir_version (field 1, a varint).
+    if data[:1] == b"\x08" and b"trt_cpspec" in data[:64]:
+        raise EngineError(f"{path} is an ONNX graph, not a plan; build the plan with cpspec-build --onnxDir")
+    return data
+
+
+def _logger(binding: Any, errors: list[str]) -> Any:
+    class Logger(binding.ILogger):  # type: ignore[misc]
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (binding.ILogger.ERROR, binding.ILogger.INTERNAL_ERROR):
+                errors.append(message.strip())
+
+    return Logger()
+
+
+class DecoderBuffers:
+    """Device memory of one batch and cache extent, and the contexts that work on it.
+
+    Attributes
+    ----------
+    embeds, positions, hidden : DeviceArray
+        ``[B, T, H]`` float32, ``[B, T]`` int32, ``[B, T, H]``, with room for the longest pass.
+    """
+
+    def __init__(
+        self, plan: Plan, device: Device, spec: DecoderSpec, activations: DeviceArray, batch: int, slots: int
+    ) -> None:
+        self._plan, self._device, self._spec, self._activations = plan, device, spec, activations
+        self.batch, self.slots = batch, slots
+        cache_shape = (batch, spec.num_key_value_heads, slots, spec.head_dim)
+        self.cache = {name: device.zeros(cache_shape, plan.dtype(f"past_{name}")) for name in _cache_names(spec)}
+        self._reserve(GRAPH_ROWS)
+
+    def _reserve(self, length: int) -> None:
+        """Allocate the buffers of a pass for up to ``length`` positions."""
+        width = self._spec.hidden_size
+        self.length = length
+        self.embeds = self._device.zeros((self.batch, length, width), np.float32)
+        self.positions = self._device.zeros((self.batch, length), np.int32)
+        self.hidden = self._device.zeros((self.batch, length, width), np.float32)
+        self._contexts: dict[int, Any] = {}
+
+    def reserve(self, length: int) -> None:
+        """Make sure that a pass of ``length`` positions has room. Contexts are made anew when buffers move."""
+        if length > self.length:
+            self._reserve(length)
+
+    def enqueue(self, length: int) -> None:
+        """Put one pass of ``length`` positions a row on the stream."""
+        context = self._contexts.get(length)
+        if context is None:
+            context = self._contexts[length] = self._context(length)
+        if not context.execute_async_v3(self._device.stream):
+            raise EngineError(f"{self._plan.path}: a pass of {self.batch} x {length} positions could not be enqueued")
+
+    def _context(self, length: int) -> Any:
+        profile = GENERATION_PROFILE
+        if not _admits(
+            self._plan.range("inputs_embeds", GENERATION_PROFILE), (self.batch, length, self._spec.hidden_size)
+        ):
+            profile = CONTEXT_PROFILE
+        context = _new_context(self._plan, self._activations)
+        context.set_optimization_profile_async(profile, self._device.stream)
+        shapes = {
+            "inputs_embeds": (self.batch, length, self._spec.hidden_size),
+            "positions": (self.batch, length),
+        } | {f"past_{name}": array.shape for name, array in self.cache.items()}
+        for name, shape in shapes.items():
+            if not _admits(self._plan.range(name, profile), shape):
+                limits = self._plan.range(name, profile)
+                raise EngineError(
+                    f"{self._plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
+                    f"to {list(limits.maximum)}; build the engine with larger limits"
+                )
+            context.set_input_shape(name, shape)
+        addresses = {
+            "inputs_embeds": self.embeds.address,
+            "positions": self.positions.address,
+            "hidden_states": self.hidden.address,
+        }
+        for name, array in self.cache.items():
+            addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
+        for name, address in addresses.items():
+            context.set_tensor_address(name, address)
+        return context
+
+
+class TensorRTDecoderSession:
+    """A decoder plan with its KV cache: the same methods as :class:`~trt_cpspec.session.DecoderSession`.
+
+    Parameters
+    ----------
+    plan : Plan
+    device : Device
+    spec : DecoderSpec
+    capacity : int
+        Positions that a row may use at most.
+    use_graphs : bool
+        Capture short passes as CUDA graphs.
+
+    Attributes
+    ----------
+    run_seconds : float
+        Time spent in copies and passes so far, as the host sees it.
+    """
+
+    def __init__(
+        self, plan: Plan, device: Device, spec: DecoderSpec, *, capacity: int, use_graphs: bool = True
+    ) -> None:
+        plan.check_names(
+            {"inputs_embeds", "positions", "hidden_states"}
+            | {f"{time}_{name}" for name in _cache_names(spec) for time in ("past", "present")}
+        )
+        self.plan, self.device = plan, device
+        self._spec, self._max_slots, self._use_graphs = spec, capacity + SCRATCH_SLOTS, use_graphs
+        self._activations = device.empty((_activation_bytes(plan),), np.uint8)
+        self._buffers: DecoderBuffers | None = None
+        self._staging: dict[int, _Staging] = {}
+        self.run_seconds = 0.0
+
+    @property
+    def batch(self) -> int:
+        """Rows of the cache."""
+        return self._buffers.batch if self._buffers else 0
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row, the scratch slot included."""
+        return self._buffers.slots if self._buffers else 0
+
+    @property
+    def buffers(self) -> DecoderBuffers:
+        """The device memory of the sequences at hand."""
+        if self._buffers is None:
+            raise EngineError("start() must be called before a pass")
+        return self._buffers
+
+    def max_positions(self) -> int:
+        """Return how many positions a generation pass takes for each row: the least over all token-aligned inputs."""
+        return min(self.plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions"))
+
+    def start(self, batch: int, positions: int) -> None:
+        """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`)."""
+        slots = bucket_for(positions + SCRATCH_SLOTS, self._max_slots)
+        if (batch, slots) != (self.batch, self.slots):
+            self._replace(batch, slots)
+
+    def clear(self) -> None:
+        """Zero the cache."""
+        for array in self.buffers.cache.values():
+            array.zero()
+
+    def keep_rows(self, rows: NDArray[np.intp]) -> None:
+        """Keep the sequences of these rows and drop the others."""
+        old = self.buffers
+        self._replace(len(rows), old.slots)
+        for name, target in self.buffers.cache.items():
+            row_bytes = target.nbytes // len(rows)
+            for place, row in enumerate(rows.tolist()):
+                source = old.cache[name].address + row * row_bytes
+                self.device.call(
+                    "cuMemcpyDtoDAsync", target.address + place * row_bytes, source, row_bytes, self.device.stream
+                )
+        self.device.synchronize()  # the old buffers are freed next
+
+    def forward(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+        """Run rows through the decoder (see :class:`~trt_cpspec.session.DecoderSession`)."""
+        started = time.perf_counter()
+        self._make_room(int(positions.max()))
+        length = positions.shape[1]
+        longest = min(PREFILL_CHUNK, self.plan.range("inputs_embeds", CONTEXT_PROFILE).maximum[1])
+        if length <= max(longest, GRAPH_ROWS):
+            out = self._pass(embeds, positions)
+        else:
+            out = np.concatenate(
+                [
+                    self._pass(embeds[:, at : at + longest], positions[:, at : at + longest]).copy()
+                    for at in range(0, length, longest)
+                ],
+                axis=1,
+            )
+        self.run_seconds += time.perf_counter() - started
+        return out
+
+    def _pass(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+        length = positions.shape[1]
+        self.buffers.reserve(length)
+        staging = self._staging.get(length)
+        if staging is None or staging.buffers_length != self.buffers.length:
+            graphs = self._use_graphs and length <= GRAPH_ROWS
+            staging = self._staging[length] = _Staging(self.device, self.buffers, length, graphs=graphs)
+        np.copyto(staging.embeds, embeds)
+        np.copyto(staging.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
+        staging.run()
+        return staging.hidden
+
+    def _make_room(self, position: int) -> None:
+        needed, old = position + 1 + SCRATCH_SLOTS, self.buffers
+        if needed <= old.slots:
+            return
+        if needed > self._max_slots:
+            raise EngineError(f"position {position} is beyond the KV capacity of {self._max_slots - SCRATCH_SLOTS}")
+        self._replace(old.batch, bucket_for(needed, self._max_slots))
+        for name, target in self.buffers.cache.items():
+            self._copy_rows(old.cache[name], target)
+        self.device.synchronize()  # the old buffers are freed next
+
+    def _copy_rows(self, source: DeviceArray, target: DeviceArray) -> None:
+        """Copy ``[B, kv, S, hd]`` into the front of a cache with more slots: a strided copy of B x kv pieces."""
+        driver = self.device.driver
+        copy = driver.CUDA_MEMCPY2D()
+        old_pitch = source.nbytes // (source.shape[0] * source.shape[1])
+        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.dstDevice = source.address, target.address
+        copy.srcPitch, copy.dstPitch = old_pitch, target.nbytes // (target.shape[0] * target.shape[1])
+        copy.WidthInBytes = old_pitch // source.shape[2] * (source.shape[2] - SCRATCH_SLOTS)
+        copy.Height = source.shape[0] * source.shape[1]
+        self.device.call("cuMemcpy2DAsync", copy, self.device.stream)
+
+    def _replace(self, batch: int, slots: int) -> None:
+        self._staging = {}
+        self._buffers = DecoderBuffers(self.plan, self.device, self._spec, self._activations, batch, slots)
+
+
+class _Staging:
+    """Page-locked host buffers of one pass length, and its CUDA graph once it has run."""
+
+    def __init__(self, device: Device, buffers: DecoderBuffers, length: int, *, graphs: bool) -> None:
+        self._device, self._buffers, self._length, self._graphs = device, buffers, length, graphs
+        self.buffers_length = buffers.length
+        width = buffers.embeds.shape[-1]
+        self.embeds = device.pinned((buffers.batch, length, width), np.float32)
+        self.positions = device.pinned((buffers.batch, length), np.int32)
+        self.hidden = device.pinned((buffers.batch, length, width), np.float32)
+        self._graph: Graph | None = None
+        self._warm = False
+
+    def run(self) -> None:
+        """Run the pass and wait for it. The first run enqueues, which TensorRT needs before a capture."""
+        if self._graph is not None:
+            self._graph.launch()
+        else:
+            self._enqueue()
+            if self._graphs and self._warm:
+                self._device.synchronize()
+                self._graph = self._device.capture(self._enqueue)
+            self._warm = True
+        self._device.synchronize()
+
+    def _enqueue(self) -> None:
+        # Rows of a shorter pass lie densely in the front of the buffers, which is how the context sees them.
+        self._device.upload(self._buffers.embeds, self.embeds)
+        self._device.upload(self._buffers.positions, self.positions)
+        self._buffers.enqueue(self._length)
+        self._device.download(self.hidden, self._buffers.hidden)
+
+
+def _cache_names(spec: DecoderSpec) -> list[str]:
+    return [f"{kind}_{index}" for index in range(spec.num_hidden_layers) for kind in ("key", "value")]
+
+
+def _admits(limits: ShapeRange, shape: tuple[int, ...]) -> bool:
+    return all(low <= extent <= high for low, extent, high in zip(limits.minimum, shape, limits.maximum, strict=True))
+
+
+def _activation_bytes(plan: Plan) -> int:
+    newer = getattr(plan.engine, "device_memory_size_v2", None)
+    return int(newer if newer is not None else plan.engine.device_memory_size)
+
+
+def _new_context(plan: Plan, activations: DeviceArray) -> Any:
+    """Create a context that works in memory of ours, by the call that the version has."""
+    strategy = getattr(plan.binding, "ExecutionContextAllocationStrategy", None)
+    make: Callable[[], Any] = (
+        plan.engine.create_execution_context_without_device_memory
+        if strategy is None
+        else (lambda: plan.engine.create_execution_context(strategy.USER_MANAGED))
+    )
+    context = make()
+    if hasattr(context, "set_device_memory"):
+        context.set_device_memory(activations.address, activations.nbytes)
+    else:
+        context.device_memory = activations.address
+    return context
