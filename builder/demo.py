@@ -53,7 +53,7 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int) -> str
     lines.append(f"codes identical: yes, all {plain.codes.size}")
     rates = speculative.stats.as_dict()["acceptance_by_offset"]
     lines.append("acceptance by draft offset: " + ", ".join(f"{i + 1}: {_percent(r)}" for i, r in enumerate(rates)))
-    return "\n".join([*lines, "", *_next_steps(output_dir, engines, verify_size)])
+    return "\n".join([*lines, "", *_next_steps(output_dir, engines, seed, verify_size)])
 
 
 def _provide_checkpoint(folder: Path) -> None:
@@ -98,11 +98,12 @@ def _percent(rate: float | None) -> str:
     return "untested" if rate is None else f"{100 * rate:.0f} %"
 
 
-def _next_steps(output_dir: Path, engines: Path, verify_size: int) -> list[str]:
+def _next_steps(output_dir: Path, engines: Path, seed: int, verify_size: int) -> list[str]:
     """Return commands that run as they stand, also where the environment is not activated."""
     speak = [
         _command("qwen3_tts_inference"), "--talkerEngineDir", str(engines / "talker"), "--text", "Now say this.",
-        "--speaker", "vivian", "--cpSpecVerifySize", str(verify_size), "--outputAudioDir", str(output_dir / "audio"),
+        "--speaker", "vivian", "--seed", str(seed), "--cpSpecVerifySize", str(verify_size),
+        "--outputAudioDir", str(output_dir / "audio"),
     ]  # fmt: skip
     return ["next:", f"  {shlex.join([_command('cpspec'), 'inspect', str(engines)])}", f"  {shlex.join(speak)}"]
 

@@ -506,7 +506,7 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, report: Report
     return content
 
 
-# -- types, where networks are not strongly typed ----------------------------------------------------------------------
+# -- types, where networks are not strongly typed ---------------------------------------------------------------------
 
 
 def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph) -> None:
@@ -530,9 +530,13 @@ def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph) -> None:
 _UNCONSTRAINED = frozenset({"CONSTANT", "SHAPE", "CAST", "IDENTITY", "PLUGIN", "PLUGIN_V2", "PLUGIN_V3"})
 """Layers whose types are their own."""
 
-_CARRIERS = frozenset({"SHUFFLE", "SLICE", "CONCATENATION", "GATHER", "ELEMENTWISE", "UNARY", "REDUCE", "SELECT", "SCATTER",
-                       "SOFTMAX", "ACTIVATION", "MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "PADDING", "SCALE",
-                       "SQUEEZE", "UNSQUEEZE", "POOLING", "NORMALIZATION"})  # fmt: skip
+_CARRIERS = frozenset(
+    {
+        *("ACTIVATION", "CONCATENATION", "CONVOLUTION", "DECONVOLUTION", "ELEMENTWISE", "GATHER", "MATRIX_MULTIPLY"),
+        *("NORMALIZATION", "PADDING", "POOLING", "REDUCE", "SCALE", "SCATTER", "SELECT", "SHUFFLE", "SLICE", "SOFTMAX"),
+        *("SQUEEZE", "UNARY", "UNSQUEEZE"),
+    }
+)
 """Layers whose unnamed float output has the type of their first float input."""
 
 
@@ -577,7 +581,7 @@ def _type_name(layer: Any) -> str:
     return str(layer.type.name)
 
 
-# -- what TensorRT says -------------------------------------------------------------------------------------------------
+# -- what TensorRT says -----------------------------------------------------------------------------------------------
 
 
 def _watch(trt: Any, config: Any, report: Report) -> Any:
@@ -697,7 +701,7 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
-# -- reading a plan -----------------------------------------------------------------------------------------------------
+# -- reading a plan ---------------------------------------------------------------------------------------------------
 
 
 def read_plan(trt: Any, path: Path, plugin_libraries: Sequence[Path] = ()) -> list[Profile]:

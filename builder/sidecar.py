@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -128,6 +129,19 @@ def write_atomically(path: Path, content: Any) -> None:
         partial.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy a file of any size so that ``target`` is never half of it; nothing happens where they are equal."""
+    if target.is_file() and target.stat().st_size == source.stat().st_size and sha256_of(target) == sha256_of(source):
+        return
+    partial = target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
+    try:
+        shutil.copyfile(source, partial)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(target.parent)
 
 
 def install(folder: Path, plan_name: str, plan: Any, config: Mapping[str, Any], *, backup: bool) -> None:

@@ -58,7 +58,7 @@ __device__ __forceinline__ u32 pick_residual(Pick& s, const float* target, const
   for (int i = 0; i < ITEMS; i++) {
     if (!residual) mass[i] = law[i];
     const u32 code = i * THREADS + threadIdx.x;
-    score[i] = -INFINITY;
+    score[i] = MINUS_INFINITY;
     if (mass[i] > 0) {
       const uint4 words = philox(request.seed, request.frame, depth, USE_RESIDUAL, code >> 2);
       score[i] = logf(mass[i]) + gumbel(word_of(words, code & 3));

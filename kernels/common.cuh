@@ -9,6 +9,7 @@ typedef unsigned short u16;
 
 #define KERNEL extern "C" __global__ void
 #define ALL_LANES 0xFFFFFFFFu
+#define MINUS_INFINITY __uint_as_float(0xFF800000u)
 
 // How a row of the batch is sampled; lives in device memory so that a graph replay sees changes (numpy: REQUEST).
 struct Request {
@@ -205,4 +206,36 @@ __device__ __forceinline__ u32 pick_settle(Pick& s, int items, Code code, Score 
     if (score(i) >= bar && order_key(exact(i)) == s.exact_best) atomicMin(&s.exact_code, code(i));
   __syncthreads();
   return s.exact_code;
+}
+
+// ------------------------------------------------------------------------------------------------------ dot products
+
+// One warp: dot products of one row of weights with several vectors, all of LENGTH values, 16-byte aligned. Every lane
+// gets the sums. A result depends on its own vector only, and the weights are read once. The loads of four steps are
+// issued before their first use. A null vector gives 0.
+template <int LENGTH, int COUNT, class A, class B>
+__device__ __forceinline__ void warp_dot(const A* weights, const B* const (&vectors)[COUNT], float (&sums)[COUNT]) {
+  static_assert(LENGTH % 8 == 0, "widths are multiples of 8");
+  constexpr int STEP = 256, AHEAD = (LENGTH + STEP - 1) / STEP < 4 ? (LENGTH + STEP - 1) / STEP : 4;
+  for (float& sum : sums) sum = 0;
+  for (int start = lane_id() * 8; start < LENGTH; start += STEP * AHEAD) {
+    Eight<A> weight[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      if (start + j * STEP < LENGTH) weight[j].load(weights + start + j * STEP);
+#pragma unroll
+    for (int v = 0; v < COUNT; v++) {
+      if (!vectors[v]) continue;
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        if (start + j * STEP >= LENGTH) continue;
+        Eight<B> value;
+        value.load(vectors[v] + start + j * STEP);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sums[v] += weight[j][i] * value[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < COUNT; v++) sums[v] = warp_sum(sums[v]);
 }

@@ -29,7 +29,7 @@
 static_assert(V <= ITEMS * THREADS && V <= 1 << CODE_BITS, "select_sample_general.cu is for larger codebooks");
 static_assert((THREADS & (THREADS - 1)) == 0 && THREADS >= 32 && THREADS <= 1024, "THREADS");
 
-constexpr int log2_of(int value) { return value == 1 ? 0 : 1 + log2_of(value / 2); }
+__device__ constexpr int log2_of(int value) { return value == 1 ? 0 : 1 + log2_of(value / 2); }
 constexpr int DIGIT_BITS = log2_of(THREADS);
 
 // A thread's four neighbouring entries.
@@ -177,12 +177,12 @@ struct Shared {
 __device__ __forceinline__ void load_row(Row& row, const float* logits) {
   const int first = threadIdx.x * ITEMS;
   if (V % 4 == 0) {
-    const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+    const float4 none = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
     const float4 four = first < V ? *reinterpret_cast<const float4*>(logits + first) : none;
     row.logit[0] = four.x, row.logit[1] = four.y, row.logit[2] = four.z, row.logit[3] = four.w;
   } else {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) row.logit[i] = first + i < V ? logits[first + i] : -INFINITY;
+    for (int i = 0; i < ITEMS; i++) row.logit[i] = first + i < V ? logits[first + i] : MINUS_INFINITY;
   }
 }
 
@@ -234,7 +234,7 @@ __device__ __forceinline__ u32 pick_and_store(Shared& s, const Row& row, u32 ali
   }
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) {
-    score[i] = -INFINITY;
+    score[i] = MINUS_INFINITY;
     if (!(alive >> i & 1)) continue;
     score[i] = (row.logit[i] - row.largest) * inverse + gumbel(word[i]);
     best = max(best, order_key(score[i]));
@@ -286,7 +286,7 @@ KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits
 
   u32 alive = 0;
 #pragma unroll
-  for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > -INFINITY) << i;
+  for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
   const int top_k = greedy ? 1 : request.top_k;
   if (top_k > 0 && top_k < V) alive = keep_first(s.by_count, row, alive, [&](u32) { return u32(top_k); });
 

@@ -15,6 +15,7 @@ from trt_cpspec.builder.code2wav import MAX_CODE_LEN, read_codec_spec, rotary_ta
 from trt_cpspec.codec import Code2Wav, CodecConfig, chunk_spans
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.runtime import Runtime
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("tts_a", "tts_b")
@@ -35,7 +36,7 @@ class Golden:
         self.folder = folder
         self.steps = 0
         write_code2wav(self.checkpoint, folder, progress=self.step)
-        self.codec = Code2Wav.from_engine_dir(folder, threads=1)
+        self.codec = Code2Wav.from_engine_dir(folder, runtime=Runtime(threads=1))
 
     def step(self) -> None:
         self.steps += 1

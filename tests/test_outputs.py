@@ -23,9 +23,14 @@ def test_a_failure_in_the_middle_leaves_what_was_there(existed: bool, tmp_path: 
     path = tmp_path / "a.json"
     if existed:
         path.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(path) as partial:
-        partial.write_text("half")
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert names(tmp_path) == ({"a.json"} if existed else set())
     assert not existed or path.read_text() == "old"
 

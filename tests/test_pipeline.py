@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -125,9 +126,7 @@ def test_coupled_speech_is_autoregressive_speech(variants: dict[str, Any], name:
     tts = variants[name].tts
     expected = tts.synthesize("Hello there", seed=seed, max_audio_length=4)
     for verify_size in (2, 3, 4, 8):
-        speech = tts.synthesize(
-            "Hello there", seed=seed, max_audio_length=4, verify_size=verify_size, mode="coupled"
-        )
+        speech = tts.synthesize("Hello there", seed=seed, max_audio_length=4, verify_size=verify_size, mode="coupled")
         np.testing.assert_array_equal(speech.codes, expected.codes)
         np.testing.assert_array_equal(speech.waveform, expected.waveform)
         assert speech.finish_reason == expected.finish_reason
@@ -150,9 +149,7 @@ def test_rejection_follows_another_stream_at_the_same_law(lively: Qwen3TTS) -> N
     coupled = lively.synthesize("Hello world", mode="coupled", **options)
     rejection = lively.synthesize("Hello world", mode="rejection", **options)
     assert not np.array_equal(coupled.codes, rejection.codes)
-    np.testing.assert_array_equal(
-        rejection.codes, lively.synthesize("Hello world", mode="rejection", **options).codes
-    )
+    np.testing.assert_array_equal(rejection.codes, lively.synthesize("Hello world", mode="rejection", **options).codes)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -204,12 +201,12 @@ def test_each_request_of_a_batch_equals_itself_alone(lively: Qwen3TTS, verify_si
 def test_golden_prompts_in_one_batch(variants: dict[str, Any]) -> None:
     for variant, count in (("tts_a", 4), ("tts_b", 3)):
         tts, arrays = variants[variant].tts, variants[variant].arrays
-        prompts = [pipeline_case(variants[variant], index) for index in range(count)]
+        prompts = [golden_request(variants[variant], index) for index in range(count)]
         for speech, index in zip(run(tts, prompts, 3), range(count), strict=True):
             np.testing.assert_array_equal(speech.codes, arrays[f"p{index}.codes"])
 
 
-def pipeline_case(variant: Any, index: int) -> Request:
+def golden_request(variant: Any, index: int) -> Request:
     request = variant.prompts[index]["request"]
     given = {name: request[name] or None for name in ("text", "language", "instruct")}
     return Request(
@@ -289,11 +286,13 @@ def narrow(variants: dict[str, Any], build: Callable[..., Path], tmp_path_factor
     return Qwen3TTS.from_engine_dir(engine, threads=1)
 
 
-@pytest.mark.parametrize(("asked", "frames", "warned"), [(None, 12, False), (12, 12, False), (13, 12, True), (5, 5, False)])
+@pytest.mark.parametrize(
+    ("asked", "frames", "warned"), [(None, 12, False), (12, 12, False), (13, 12, True), (5, 5, False)]
+)
 def test_frames_end_with_the_capacity(
     narrow: Qwen3TTS, variants: dict[str, Any], asked: int | None, frames: int, warned: bool
 ) -> None:
-    request = pipeline_case(variants["tts_a"], 0)
+    request = golden_request(variants["tts_a"], 0)
     options = {name: getattr(request, name) for name in ("speaker", "language", "repetition_penalty")}
     speech = narrow.synthesize(
         request.text, **options, max_audio_length=asked, talker_temperature=0.0, subtalker_temperature=0.0
@@ -329,8 +328,7 @@ def test_batches_are_as_large_as_the_engine_allows(narrow: Qwen3TTS) -> None:
         ("tts_b", {"speaker": "vivian"}, "a voice_design checkpoint has no speakers; use instruct"),
         ("tts_a", {"language": "englisch"}, "unknown language 'englisch'; did you mean 'english'"),
         ("tts_a", {"language": "sichuan_dialect"}, "unknown language 'sichuan_dialect'"),
-        ("tts_a", {"talker_temprature": 1}, "unknown option 'talker_temprature'; did you mean 'talker_temperature'"),
-        ("tts_a", {"text": "x"}, "got multiple values|unknown option"),
+        ("tts_a", {"talker_temprature": 1}, "unknown option 'talker_temprature'; did you mean .*'talker_temperature'"),
         ("tts_a", {"warnings": ("x",)}, "unknown option 'warnings'"),
         ("tts_a", {"verify_size": 1}, "verify size of 1"),
         ("tts_a", {"mode": "coupling"}, "unknown verification mode 'coupling'; did you mean 'coupled'"),
@@ -341,8 +339,7 @@ def test_batches_are_as_large_as_the_engine_allows(narrow: Qwen3TTS) -> None:
     ],
 )
 def test_bad_options_are_named(variants: dict[str, Any], name: str, options: dict[str, Any], words: str) -> None:
-    error = TypeError if "text" in options else ConfigError
-    with pytest.raises(error, match=words):
+    with pytest.raises(ConfigError, match=words):
         variants[name].tts.synthesize("Hi", **options)
 
 
@@ -400,7 +397,7 @@ def break_code(patch: pytest.MonkeyPatch, tts: Qwen3TTS, depth: int, code: int) 
     patch.setattr(predictor._tables, "embeddings", tables[1:])
 
 
-def golden_requests() -> list[Request]:
+def short_requests() -> list[Request]:
     texts = ("Hello there", "Good morning", "This one is a longer text")
     return [Request(text=text, seed=seed, max_audio_length=5) for seed, text in enumerate(texts)]
 
@@ -410,15 +407,13 @@ def golden_requests() -> list[Request]:
 def test_a_nan_in_the_code_predictor_fails_its_request_alone(
     variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, frame: int, depth: int, verify_size: int
 ) -> None:
-    tts, requests = variants["tts_a"].tts, golden_requests()
+    tts, requests = variants["tts_a"].tts, short_requests()
     before = run(tts, requests, verify_size, "coupled")
     with monkeypatch.context() as patch:
         break_code(patch, tts, depth, lone_code(before, 1, frame, depth))
         after = run(tts, requests, verify_size, "coupled")
         with pytest.raises(NumericsError, match=f"^frame {frame}: CodePredictor"):
-            tts.synthesize(
-                requests[1].text, seed=1, max_audio_length=5, verify_size=verify_size, mode="coupled"
-            )
+            tts.synthesize(requests[1].text, seed=1, max_audio_length=5, verify_size=verify_size, mode="coupled")
     assert isinstance(after[1], NumericsError)
     assert f"frame {frame}: CodePredictor, depth" in str(after[1])
     if verify_size == 0:
@@ -429,10 +424,8 @@ def test_a_nan_in_the_code_predictor_fails_its_request_alone(
         assert_same(healthy, expected)
 
 
-def test_a_nan_in_the_talker_fails_its_request_alone(
-    variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tts, requests = variants["tts_a"].tts, golden_requests()
+def test_a_nan_in_the_talker_fails_its_request_alone(variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tts, requests = variants["tts_a"].tts, short_requests()
     before, step, calls = run(tts, requests), tts.talker.step, []
 
     def broken(embeds: np.ndarray) -> np.ndarray:
@@ -477,15 +470,13 @@ def test_every_request_of_a_batch_may_fail(variants: dict[str, Any], monkeypatch
     tts = variants["tts_a"].tts
     with monkeypatch.context() as patch:
         patch.setattr(tts.predictor._tables, "heads", np.full_like(tts.predictor._tables.heads, np.nan))
-        failed = run(tts, golden_requests())
+        failed = run(tts, short_requests())
     assert [str(error).split(":")[0] for error in failed] == ["frame 0"] * 3
     assert all(isinstance(error, NumericsError) for error in failed)
-    assert len(run(tts, golden_requests())[0].codes) >= 2
+    assert len(run(tts, short_requests())[0].codes) >= 2
 
 
-def test_a_codec_that_fails_fails_its_request_alone(
-    variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_codec_that_fails_fails_its_request_alone(variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tts, decode = variants["tts_a"].tts, variants["tts_a"].tts.codec.decode
     calls: list[int] = []
 
@@ -496,7 +487,7 @@ def test_a_codec_that_fails_fails_its_request_alone(
         return decode(codes)
 
     monkeypatch.setattr(tts.codec, "decode", broken)
-    results = run(tts, golden_requests())
+    results = run(tts, short_requests())
     assert [isinstance(result, CpSpecError) for result in results] == [False, True, False]
 
 
@@ -506,7 +497,6 @@ def test_a_codec_that_fails_fails_its_request_alone(
 @pytest.fixture
 def edited_engine(engine_copy: Callable[..., Path]) -> Callable[..., Path]:
     """``edited_engine(edit, component="talker")`` copies an engine and changes a config in it."""
-    import json
 
     def copy(edit: Callable[[dict[str, Any]], None], component: str = "talker") -> Path:
         engine = engine_copy()
@@ -552,8 +542,17 @@ def test_folders_of_checkpoints_of_other_widths_are_refused(engine_copy: Callabl
         Qwen3TTS.from_engine_dir(engine)
 
 
-@pytest.mark.parametrize("component", ["talker", "code_predictor", "code2wav"])
-@pytest.mark.parametrize("fields", [{"num_code_groups": 4}, {"codebook_size": 128}], ids=str)
+@pytest.mark.parametrize(
+    ("component", "fields"),
+    [
+        ("talker", {"num_code_groups": 4}),
+        ("code_predictor", {"num_code_groups": 4}),
+        ("code2wav", {"num_code_groups": 4}),
+        ("talker", {"codebook_size": 128}),
+        ("code_predictor", {"codebook_size": 128}),
+        ("code2wav", {"codebook_size": 32}),
+    ],
+)
 def test_folders_of_checkpoints_of_other_codes_are_refused(
     synthetic: Callable[..., Path], build: Callable[..., Path], tmp_path: Path, component: str, fields: dict[str, int]
 ) -> None:
@@ -562,7 +561,7 @@ def test_folders_of_checkpoints_of_other_codes_are_refused(
     other = build(synthetic(**base | fields), tmp_path / "other")
     (engine / component).rename(engine / "former")
     (other / component).rename(engine / component)
-    with pytest.raises((ConfigError, EngineError), match=r"different checkpoints|code"):
+    with pytest.raises((ConfigError, EngineError), match="different checkpoints"):
         Qwen3TTS.from_engine_dir(engine)
 
 

@@ -1,4 +1,4 @@
-"""The CodePredictor against the reference, its windows and fallbacks, and the frames of people with their own Talker."""
+"""The CodePredictor against the reference, its windows and fallbacks, and frames for a Talker of one's own."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_a_dead_weight_is_refused(
 def test_a_missing_projection_is_named(engine_copy: Callable[..., Path]) -> None:
     folder = engine_copy("tts_b") / "code_predictor"
     (folder / "small_to_mtp_projection.safetensors").unlink()
-    with pytest.raises(EngineError, match="small_to_mtp_projection.* is required: the talker_hidden_size 24"):
+    with pytest.raises(EngineError, match=r"small_to_mtp_projection.* is required: the talker_hidden_size 24"):
         CodePredictor.from_engine_dir(folder)
 
 
@@ -376,7 +376,7 @@ def test_tables_of_another_shape_are_refused(engine_copy: Callable[..., Path]) -
 
 
 def test_the_talker_of_another_checkpoint_is_refused(variants: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="embedding has shape .*, the CodePredictor needs rows of .* 16"):
+    with pytest.raises(EngineError, match=r"embedding has shape .*, the CodePredictor needs rows of .* 16"):
         CodePredictor.from_engine_dir(
             variants["tts_a"].engine / "code_predictor", talker_dir=variants["tts_b"].engine / "talker"
         )

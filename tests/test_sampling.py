@@ -570,6 +570,12 @@ def test_a_draft_law_is_never_optional() -> None:
 
 
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_coupled])
+def test_a_missing_bonus_row_is_an_error(rule: Any) -> None:
+    with pytest.raises(ValueError, match=r"n \+ 1 target laws"):
+        rule(ROWS[:1], proposal([0], ROWS[:1]), Script())
+
+
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_coupled])
 def test_nothing_is_asked_behind_a_rejection(rule: Any) -> None:
     """The laws there belong to a prefix that never was; they may well be none."""
     targets = iter(ROWS)

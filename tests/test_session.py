@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def test_buckets_are_monotone_geometric_and_capped() -> None:
     assert all(size >= slots for slots, size in enumerate(sizes, start=1))
     distinct = sorted(set(sizes))
     assert distinct[:6] == [MIN_BUCKET, 96, 128, 192, 256, 384]
-    assert all(1.3 < larger / smaller <= 1.5 for smaller, larger in zip(distinct, distinct[1:], strict=False))
+    assert all(1.3 < larger / smaller <= 1.5 for smaller, larger in itertools.pairwise(distinct))
     assert [bucket_for(slots, 100) for slots in (1, 64, 65, 97, 100)] == [64, 64, 96, 100, 100]
     assert bucket_for(5, 20) == 20
 
@@ -260,7 +261,7 @@ def test_time_inside_the_engine_is_counted(open_session: Callable[..., DecoderSe
 
 
 def test_a_missing_graph_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="model.onnx is missing"):
+    with pytest.raises(EngineError, match=r"model.onnx is missing"):
         GraphSession(tmp_path / "model.onnx")
 
 

@@ -207,8 +207,6 @@ def tts(**options: Any) -> None:
     Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
     """
     set_up_logging(options["debug"])
-    if options["device"] == "cuda":
-        raise ConfigError("--device cuda is not supported yet; give auto or cpu")
     requests = _read_requests(options)
     outputs.check_folder(options["audio_dir"])
     for name in ("output_file", "profile_file"):
@@ -250,6 +248,7 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
         talker_dir=options["talker_dir"],
         code2wav_dir=options["code2wav_dir"],
         tokenizer_dir=options["tokenizer_dir"] or options["checkpoint_dir"],
+        device=options["device"],
         threads=options["threads"],
     )
     batch_size = options["batch_size"] or requests.batch_size

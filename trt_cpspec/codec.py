@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import Section
 from .errors import ConfigError, EngineError
-from .session import GraphSession
+from .runtime import Runtime, StaticGraph
 
 MODEL_TYPE = "qwen3_tts_code2wav"
 CHUNK_FRAMES = 300
 LEFT_CONTEXT_FRAMES = 25
 """The reference's ``chunked_decode(chunk_size=300, left_context_size=25)``."""
-
-
-class Graph(Protocol):
-    """What :class:`Code2Wav` needs of a session: ``codes [1, G, T] int32`` to ``waveform [1, 1, samples] float32``."""
-
-    def run(self, feeds: dict[str, NDArray[Any]], /) -> Mapping[str, NDArray[Any]]:
-        """Run the graph once and return its outputs by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +65,24 @@ class Code2Wav:
 
     Parameters
     ----------
-    graph : Graph
+    graph : StaticGraph
+        ``codes [1, G, T] int32`` to ``waveform [1, 1, samples] float32``.
     config : CodecConfig
     """
 
-    def __init__(self, graph: Graph, config: CodecConfig) -> None:
+    def __init__(self, graph: StaticGraph, config: CodecConfig) -> None:
         self._graph = graph
         self.config = config
 
     @classmethod
-    def from_engine_dir(cls, folder: Path, *, threads: int | None = None) -> Code2Wav:
-        """Open ``folder/model.onnx`` by ``folder/config.json``.
+    def from_engine_dir(cls, folder: Path, *, runtime: Runtime | None = None) -> Code2Wav:
+        """Open the codec of an engine folder by its ``config.json``.
 
         Parameters
         ----------
         folder : Path
-        threads : int or None
-            Threads of one call; None takes all cores.
+        runtime : Runtime or None
+            Where it runs; None is the CPU.
 
         Raises
         ------
@@ -98,7 +92,7 @@ class Code2Wav:
             The graph is missing or cannot be loaded.
         """
         config = CodecConfig.from_section(Section.from_file(folder / "config.json"))
-        return cls(GraphSession(folder / "model.onnx", threads=threads), config)
+        return cls((runtime or Runtime()).graph(folder), config)
 
     @property
     def sample_rate(self) -> int:

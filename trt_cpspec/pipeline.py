@@ -27,8 +27,9 @@ from .errors import ConfigError, CpSpecError, NumericsError, did_you_mean
 from .frame import CpSpecStats
 from .predictor import CodePredictor
 from .requests import Request
+from .runtime import open_runtime
 from .sampling import PhiloxNoise, Use
-from .talker import Prompt, Talker, assemble_prompt, talker_law
+from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -149,10 +150,12 @@ class Qwen3TTS:
         self.codec = codec
         self.tokenizer = tokenizer
         self.times = StageTimes()
-        if predictor.spec.num_code_groups != talker.spec.num_code_groups:
+        groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
+        codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
+        if len(set(groups)) > 1 or max(codebooks) > codec.config.codebook_size:
             raise ConfigError(
-                f"the talker folder has {talker.spec.num_code_groups} code groups, the code_predictor folder "
-                f"{predictor.spec.num_code_groups}: they come from different checkpoints"
+                f"talker, code_predictor and code2wav come from different checkpoints: they have {groups} code groups, "
+                f"and the first two emit codes below {codebooks}, the codec knows {codec.config.codebook_size}"
             )
 
     @classmethod
@@ -163,6 +166,7 @@ class Qwen3TTS:
         talker_dir: Path | str | None = None,
         code2wav_dir: Path | str | None = None,
         tokenizer_dir: Path | str | None = None,
+        device: str = "auto",
         threads: int | None = None,
     ) -> Qwen3TTS:
         """Load the engines of a checkpoint.
@@ -175,8 +179,10 @@ class Qwen3TTS:
             In place of ``engine_dir``: its siblings are the other two.
         code2wav_dir, tokenizer_dir : path or None
             None is the sibling ``code2wav``, and the Talker's folder.
+        device : {"auto", "cpu", "cuda"}
+            ``auto`` is CUDA where every folder has a plan and a device is there.
         threads : int or None
-            Threads of one pass; None takes all cores.
+            Threads of one pass on the CPU; None takes all cores.
 
         Raises
         ------
@@ -186,11 +192,13 @@ class Qwen3TTS:
         if (engine_dir is None) == (talker_dir is None):
             raise ConfigError("give either the engine folder or the talker folder")
         talker_path = Path(talker_dir) if talker_dir is not None else Path(str(engine_dir)) / "talker"
-        parent = talker_path.parent
+        predictor_path = talker_path.parent / "code_predictor"
+        codec_path = Path(code2wav_dir) if code2wav_dir else talker_path.parent / "code2wav"
+        runtime = open_runtime(device, [talker_path, predictor_path, codec_path], threads=threads)
         return cls(
-            Talker.from_engine_dir(talker_path, threads=threads),
-            CodePredictor.from_engine_dir(parent / "code_predictor", talker_dir=talker_path, threads=threads),
-            Code2Wav.from_engine_dir(Path(code2wav_dir) if code2wav_dir else parent / "code2wav", threads=threads),
+            Talker.from_engine_dir(talker_path, runtime=runtime),
+            CodePredictor.from_engine_dir(predictor_path, talker_dir=talker_path, runtime=runtime),
+            Code2Wav.from_engine_dir(codec_path, runtime=runtime),
             TextTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir else talker_path),
         )
 

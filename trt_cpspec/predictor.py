@@ -21,8 +21,8 @@ from .config import (
 )
 from .errors import ConfigError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
+from .runtime import Decoder, Runtime, open_runtime
 from .sampling import PhiloxNoise
-from .session import DecoderSession
 from .tensorfile import TensorFile
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class CodePredictor:
     def __init__(
         self,
         spec: CodePredictorSpec,
-        session: DecoderSession,
+        session: Decoder,
         tables: PredictorTables,
         code0_embedding: NDArray[np.floating],
     ) -> None:
@@ -62,7 +62,13 @@ class CodePredictor:
 
     @classmethod
     def from_engine_dir(
-        cls, folder: Path | str, *, talker_dir: Path | str | None = None, threads: int | None = None
+        cls,
+        folder: Path | str,
+        *,
+        talker_dir: Path | str | None = None,
+        device: str = "auto",
+        threads: int | None = None,
+        runtime: Runtime | None = None,
     ) -> CodePredictor:
         """Load a ``code_predictor`` folder that ``cpspec-build`` wrote.
 
@@ -71,8 +77,12 @@ class CodePredictor:
         folder : path
         talker_dir : path or None
             Where the Talker's ``embedding.safetensors`` lies; None is the sibling folder ``talker``.
+        device : {"auto", "cpu", "cuda"}
+            ``auto`` is CUDA where the folder has a plan and a device is there.
         threads : int or None
-            Threads of one pass; None takes all cores.
+            Threads of one pass on the CPU; None takes all cores.
+        runtime : Runtime or None
+            A device that is shared with other components, in place of ``device`` and ``threads``.
 
         Raises
         ------
@@ -80,6 +90,7 @@ class CodePredictor:
             A file is missing, damaged, or contradicts ``config.json``.
         """
         folder = Path(folder)
+        runtime = runtime or open_runtime(device, [folder], threads=threads)
         spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
         talker_dir = Path(talker_dir) if talker_dir is not None else folder.parent / "talker"
         embedding = TensorFile(talker_dir / "embedding.safetensors").map("embedding")
@@ -88,15 +99,19 @@ class CodePredictor:
                 f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
                 f"talker_hidden_size {spec.talker_hidden_size}"
             )
-        session = DecoderSession(
-            folder / "model.onnx", spec.decoder, capacity=spec.limits.max_kv_cache_capacity, threads=threads
-        )
+        session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity)
         return cls(spec, session, PredictorTables.from_dir(folder, spec), embedding)
 
     @property
     def run_seconds(self) -> float:
         """Seconds spent inside the engine so far."""
         return self._session.run_seconds
+
+    @property
+    def max_verify_size(self) -> int:
+        """Positions of one pass: what the config promises, and no more than the engine's profile admits."""
+        limit = self._session.max_positions()
+        return self.spec.max_verify_size if limit is None else min(self.spec.max_verify_size, limit)
 
     def window(self, verify_size: int) -> Window:
         """Return the verification window that a requested size gives on this engine, and warn once of a fallback.
@@ -110,7 +125,7 @@ class CodePredictor:
             verify_size,
             codebook_size=self.codebook_size,
             residual_depths=self.num_code_groups - 1,
-            max_verify_size=self.spec.max_verify_size,
+            max_verify_size=self.max_verify_size,
         )
         if window.reason and window.reason not in self._warned:
             self._warned.add(window.reason)

@@ -113,6 +113,10 @@ class DecoderSession:
         if (batch, slots) != (self.batch, self.slots):
             self._replace_cache(batch, slots)
 
+    def max_positions(self) -> int | None:
+        """Return the positions that one pass takes for each row; the portable graph has no limit."""
+        return None
+
     def clear(self) -> None:
         """Zero the cache: what a NaN left behind must not reach the next sequence."""
         for array in self._cache.values():

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from .config import SamplingParams, Section, TalkerSpec
 from .errors import NumericsError
+from .runtime import Decoder, Runtime
 from .sampling import Law, law, penalised
-from .session import DecoderSession
 from .tensorfile import TensorFile
 
 MIN_FRAMES = 2
@@ -117,15 +117,21 @@ class Talker:
     spec : TalkerSpec
     """
 
-    def __init__(self, spec: TalkerSpec, session: DecoderSession, tables: TalkerTables) -> None:
+    def __init__(self, spec: TalkerSpec, session: Decoder, tables: TalkerTables) -> None:
         self.spec = spec
         self._session = session
         self._tables = tables
         self._positions = np.zeros(0, np.int64)
 
     @classmethod
-    def from_engine_dir(cls, folder: Path | str, *, threads: int | None = None) -> Talker:
+    def from_engine_dir(cls, folder: Path | str, *, runtime: Runtime | None = None) -> Talker:
         """Load a ``talker`` folder that ``cpspec-build`` wrote.
+
+        Parameters
+        ----------
+        folder : path
+        runtime : Runtime or None
+            Where it runs; None is the CPU.
 
         Raises
         ------
@@ -134,9 +140,7 @@ class Talker:
         """
         folder = Path(folder)
         spec = TalkerSpec.from_section(Section.from_file(folder / "config.json"))
-        session = DecoderSession(
-            folder / "model.onnx", spec.decoder, capacity=spec.limits.max_kv_cache_capacity, threads=threads
-        )
+        session = (runtime or Runtime()).decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity)
         return cls(spec, session, TalkerTables.from_dir(folder, spec))
 
     def __len__(self) -> int:
@@ -179,6 +183,7 @@ class Talker:
         for index, prompt in enumerate(rows):
             embeds[index, : len(prompt)] = prompt
         self._session.start(len(rows), int(lengths.max()) + 1)
+        self._session.clear()  # a request that failed may have left a NaN behind the rows of this one
         hidden = self._session.forward(embeds, np.where(offsets < lengths[:, None], offsets, -1))
         self._positions = lengths
         last: Float32 = hidden[np.arange(len(rows)), lengths - 1]

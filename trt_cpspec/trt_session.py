@@ -253,7 +253,7 @@ class TensorRTDecoderSession:
             raise EngineError("start() must be called before a pass")
         return self._buffers
 
-    def max_positions(self) -> int:
+    def max_positions(self) -> int | None:
         """Return how many positions a generation pass takes for each row: the least over all token-aligned inputs."""
         return min(self.plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions"))
 
@@ -338,6 +338,53 @@ class TensorRTDecoderSession:
     def _replace(self, batch: int, slots: int) -> None:
         self._staging = {}
         self._buffers = DecoderBuffers(self.plan, self.device, self._spec, self._activations, batch, slots)
+
+
+class TensorRTGraphSession:
+    """A plan without state, of one input and one output (the codec).
+
+    Parameters
+    ----------
+    plan : Plan
+    device : Device
+    """
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        self._plan, self._device = plan, device
+        self._activations = device.empty((_activation_bytes(plan),), np.uint8)
+        self._context = _new_context(plan, self._activations)
+        self._context.set_optimization_profile_async(0, device.stream)
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run it once, from and to host memory."""
+        plan, device = self._plan, self._device
+        plan.check_names({*feeds, *(outputs := [name for name in plan.names if name not in feeds])})
+        held = []
+        for name, array in feeds.items():
+            limits = plan.range(name, 0)
+            if not _admits(limits, array.shape):
+                raise EngineError(
+                    f"{plan.path}: {name} of shape {list(array.shape)} is outside the profile's "
+                    f"{list(limits.minimum)} to {list(limits.maximum)}"
+                )
+            values = np.ascontiguousarray(array, plan.dtype(name))
+            target = device.empty(values.shape, values.dtype)
+            device.upload(target, values)
+            self._context.set_input_shape(name, values.shape)
+            self._context.set_tensor_address(name, target.address)
+            held += [values, target]
+        results, sources = {}, {}
+        for name in outputs:
+            shape = tuple(self._context.get_tensor_shape(name))
+            sources[name] = device.empty(shape, plan.dtype(name))
+            results[name] = np.empty(shape, plan.dtype(name))
+            self._context.set_tensor_address(name, sources[name].address)
+        if not self._context.execute_async_v3(device.stream):
+            raise EngineError(f"{plan.path}: the graph could not be run")
+        for name, source in sources.items():
+            device.download(results[name], source)
+        device.synchronize()
+        return results
 
 
 class _Staging:

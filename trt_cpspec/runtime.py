@@ -1,0 +1,175 @@
+"""Where engines run: ONNX Runtime on the CPU, or TensorRT on a CUDA device. It opens the sessions of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import DecoderSpec, Section
+from .cuda import Device
+from .errors import ConfigError, CpSpecError, EngineError
+from .session import DecoderSession, Float32, GraphSession
+from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding
+
+logger = logging.getLogger(__name__)
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+GRAPH_FILE = "model.onnx"
+DECODER_PLAN = "llm.engine"
+CODEC_PLAN = "code2wav.engine"
+BUILD_HINT = "build one with cpspec-build --backend tensorrt"
+
+
+class Decoder(Protocol):
+    """A decoder with its KV cache, on whatever device (see :class:`~trt_cpspec.session.DecoderSession`)."""
+
+    run_seconds: float
+
+    def start(self, batch: int, positions: int) -> None:
+        """Begin new sequences."""
+        ...
+
+    def clear(self) -> None:
+        """Zero the cache."""
+        ...
+
+    def keep_rows(self, rows: NDArray[np.intp]) -> None:
+        """Keep the sequences of these rows."""
+        ...
+
+    def forward(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+        """Run rows ``[B, T, H]`` at positions ``[B, T]``; return ``[B, T, H]``."""
+        ...
+
+    def max_positions(self) -> int | None:
+        """Return the positions that one decode pass takes for each row; None is no limit."""
+        ...
+
+
+class StaticGraph(Protocol):
+    """A graph without state."""
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run it once."""
+        ...
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The device of a model.
+
+    Attributes
+    ----------
+    cuda : Device or None
+        None is the CPU.
+    threads : int or None
+        Threads of one pass on the CPU; None takes all cores.
+    """
+
+    cuda: Device | None = None
+    threads: int | None = None
+
+    def decoder(self, folder: Path, spec: DecoderSpec, capacity: int) -> Decoder:
+        """Open the decoder of a component folder."""
+        if self.cuda is None:
+            return DecoderSession(folder / GRAPH_FILE, spec, capacity=capacity, threads=self.threads)
+        return TensorRTDecoderSession(self._plan(folder, DECODER_PLAN), self.cuda, spec, capacity=capacity)
+
+    def graph(self, folder: Path) -> StaticGraph:
+        """Open the codec's graph."""
+        if self.cuda is None:
+            return GraphSession(folder / GRAPH_FILE, threads=self.threads)
+        return TensorRTGraphSession(self._plan(folder, CODEC_PLAN), self.cuda)
+
+    def _plan(self, folder: Path, name: str) -> Plan:
+        assert self.cuda is not None
+        path = folder / name
+        if not path.is_file():
+            raise EngineError(f"{path} does not exist, --device cuda needs a plan; {BUILD_HINT}")
+        record = PlanRecord.from_section(Section.from_file(folder / "config.json"), name)
+        binding = import_binding(record.flavour)
+        record.check(path, str(binding.__version__), self.cuda.compute_capability)
+        return Plan(path, binding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What ``config.json`` records of a plan (``builder_config.engine``)."""
+
+    flavour: str
+    tensorrt_version: str
+    compute_capabilities: tuple[str, ...]
+    sha256: str
+
+    @classmethod
+    def from_section(cls, section: Section, plan_name: str) -> PlanRecord:
+        """Read the record of a plan; an EngineError says when there is none."""
+        limits = section.section("builder_config")
+        if not limits.has("engine"):
+            raise EngineError(
+                f"{section.where} has no record of {plan_name} (builder_config.engine): it was not built by "
+                f"cpspec-build. Plans are code, and only a plan that its sidecar describes is loaded; {BUILD_HINT}"
+            )
+        engine = limits.section("engine")
+        return cls(
+            flavour=engine.text("flavour"),
+            tensorrt_version=engine.text("tensorrt_version"),
+            compute_capabilities=tuple(str(item) for item in engine.values.get("compute_capabilities") or ()),
+            sha256=engine.section("plan").text("sha256"),
+        )
+
+    def check(self, path: Path, version: str, capability: tuple[int, int]) -> None:
+        """Raise an EngineError when the plan is another one, or of another version or device than those at hand."""
+        again = "build it again with cpspec-build"
+        if self.tensorrt_version != version:
+            raise EngineError(
+                f"{path} was built by {self.flavour} {self.tensorrt_version}, {version} is installed; {again}"
+            )
+        device = f"{capability[0]}.{capability[1]}"
+        if self.compute_capabilities and device not in self.compute_capabilities:
+            raise EngineError(
+                f"{path} was built for compute capability {', '.join(self.compute_capabilities)}, this device has "
+                f"{device}; {again} on this device"
+            )
+        if hashlib.sha256(path.read_bytes()).hexdigest() != self.sha256:
+            raise EngineError(f"{path} is not the plan that its config.json describes (its SHA-256 differs); {again}")
+
+
+def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = None) -> Runtime:
+    """Choose where the engines of these component folders run.
+
+    Parameters
+    ----------
+    device : {"auto", "cpu", "cuda"}
+        ``auto`` is CUDA where every folder has a plan and a device is there, else the CPU; it is logged.
+    folders : sequence of Path
+    threads : int or None
+
+    Raises
+    ------
+    ConfigError
+        An unknown device.
+    EngineError
+        ``cuda`` was asked for and cannot be had.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
+    if device == "cuda":
+        return Runtime(cuda=Device(), threads=threads)
+    plans = all((folder / DECODER_PLAN).is_file() or (folder / CODEC_PLAN).is_file() for folder in folders)
+    if device == "auto" and plans:
+        try:
+            runtime = Runtime(cuda=Device(), threads=threads)
+            logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")
+            return runtime
+        except CpSpecError as error:
+            logger.warning("the engines have plans, but %s; running on the CPU", error)
+    return Runtime(threads=threads)
