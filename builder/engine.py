@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import logging
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -521,7 +520,7 @@ def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph) -> None:
         kinds = {kind for kind in outputs if kind is not None}
         if _type_name(layer) in _UNCONSTRAINED or not kinds:
             continue
-        layer.precision = data_types[min(kinds)] if len(kinds) == 1 else data_types["fp32"]
+        layer.precision = data_types["fp16" if kinds == {"fp16"} else "fp32"]
         for index, kind in enumerate(outputs):
             if kind is not None:
                 layer.set_output_type(index, data_types[kind])
@@ -699,32 +698,3 @@ def _quoted(log: Any) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
-
-
-# -- reading a plan ---------------------------------------------------------------------------------------------------
-
-
-def read_plan(trt: Any, path: Path, plugin_libraries: Sequence[Path] = ()) -> list[Profile]:
-    """Return the profiles of a plan, by index. Needs a GPU that the plan was built for.
-
-    A plan is code: read only those from folders that the user named.
-
-    Raises
-    ------
-    EngineError
-        The plan cannot be deserialized here.
-    """
-    load_plugins(trt, plugin_libraries)
-    log = _log_of(trt)
-    log.lines.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        engine = trt.Runtime(log).deserialize_cuda_engine(path.read_bytes())
-    if engine is None:
-        raise EngineError(f"{path} cannot be read by {title_of(trt)}{_quoted(log)}")
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-    return [
-        {name: ShapeRange(*(tuple(shape) for shape in engine.get_tensor_profile_shape(name, index))) for name in inputs}
-        for index in range(engine.num_optimization_profiles)
-    ]

@@ -19,7 +19,7 @@ from typing import Any
 
 from trt_cpspec.config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError, EngineError
-from trt_cpspec.session import MIN_BUCKET, SCRATCH_SLOTS, bucket_for
+from trt_cpspec.session import MIN_BUCKET, PREFILL_CHUNK, SCRATCH_SLOTS, bucket_for
 
 DYNAMIC = -1
 """Extent of an axis that a profile must bound."""
@@ -448,7 +448,8 @@ def _extents(kind: Kind, contract: Contract, limits: Limits) -> dict[str, dict[s
 
 
 def _portable_extents(kind: Kind, limits: Limits) -> dict[str, dict[str, Extent]]:
-    longest = limits.max_input_len
+    # The runtime feeds longer prompts in chunks, and the scores of a longer pass would cost memory for nothing.
+    longest = min(limits.max_input_len, PREFILL_CHUNK)
     slots = limits.max_kv_cache_capacity + SCRATCH_SLOTS
     # Speech is one request at a time on most machines: a batch is admitted, a single row is what kernels are tuned for.
     batch = (1, 1, limits.max_batch_size)
@@ -495,13 +496,21 @@ def _edge_extents(limits: Limits) -> dict[str, dict[str, Extent]]:
 
 
 def format_table(before: Mapping[str, Profile], after: Mapping[str, Profile]) -> str:
-    """Return profiles before and after as a table of ``min | opt | max``; a changed row is marked with ``*``."""
-    rows = [("", "profile", "input", "before (min | opt | max)", "after (min | opt | max)")]
-    for name, profile in after.items():
-        old = before.get(name, {})
-        for key, found in profile.items():
-            mark = "*" if key in old and old[key] != found else ""
-            rows.append((mark, name, key, str(old[key]) if key in old else "unknown", str(found)))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Return profiles before and after as a table of ``min | opt | max``.
+
+    A changed row is marked with ``*``. Inputs that differ in their number only (a layer's) share a row where their
+    shapes agree.
+    """
+    rows: dict[tuple[str, ...], int] = {}
+    for label, profile in after.items():
+        old = before.get(label, {})
+        for name, found in profile.items():
+            mark = "*" if name in old and old[name] != found else ""
+            key = (mark, label, re.sub(r"\d+$", "*", name), str(old.get(name, "unknown")), str(found))
+            rows[key] = rows.get(key, 0) + 1
+    table = [("", "profile", "input", "before (min | opt | max)", "after (min | opt | max)")]
+    for (mark, label, name, was, now), count in rows.items():
+        table.append((mark, label, f"{name} ({count})" if name.endswith("*") else name, was, now))
+    widths = [max(len(row[column]) for row in table) for column in range(5)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -17,7 +17,7 @@ from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError, EngineError
 
 from . import sidecar
-from .engine import Backend, EngineOptions, OnnxGraph, Report, build_plan, expected_record, read_plan
+from .engine import Backend, EngineOptions, OnnxGraph, Report, build_plan, expected_record
 from .graph import GRAPH_FILE
 from .profile import (
     Kind,
@@ -29,7 +29,6 @@ from .profile import (
     profiles_for,
     profiles_from_json,
     recognise,
-    verify_size_of,
 )
 
 Action = Literal["built", "unchanged", "would build", "skipped"]
@@ -247,25 +246,12 @@ class _Job:
 
     def reason_to_build(self, backend: Backend | None) -> str | None:
         """Say why the plan must be built; None where the one in place serves."""
-        plan = self.target / self.plan_name
-        if not plan.is_file():
+        if not (self.target / self.plan_name).is_file():
             return "there is no plan yet"
         if not self.record:
-            return self._reason_by_plan(plan, backend)
+            return "config.json does not say how its plan was built"
         fault = sidecar.plan_fault(self.target, self.plan_name, {"builder_config": {sidecar.RECORD: self.record}})
         return fault or self._changed_build(backend) or self._changed_inputs() or self._changed_profiles()
-
-    def _reason_by_plan(self, plan: Path, backend: Backend | None) -> str | None:
-        """Judge a plan of another builder by what it says itself, which takes its GPU."""
-        unknown = "its profiles are not recorded"
-        if self.kind is not Kind.CODE_PREDICTOR or backend is None or backend.binding is None:
-            return unknown
-        try:
-            found = read_plan(backend.binding, plan, self.options.engine.plugin_libraries)
-            width = verify_size_of(self.profiles.contract, found[1], self.limits.max_batch_size)
-        except (EngineError, IndexError, ValueError) as error:
-            return f"{unknown}, and it cannot be read here: {error}"
-        return self._width_fault(width)
 
     def _width_fault(self, width: int) -> str | None:
         wanted = self.limits.max_verify_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -192,8 +193,16 @@ def recover(folder: Path) -> None:
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Return a config as it is written."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """Return a config as it is written: indented, a shape or a range of shapes on one line."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    # Inside a JSON string no line ends, so what these patterns find are lists.
+    text = re.sub(r"\[\n\s*(-?\d+(?:,\n\s*-?\d+)*)\n\s*\]", _one_line, text)
+    text = re.sub(r"\[\n\s*(\[[-\d, ]*\](?:,\n\s*\[[-\d, ]*\])*)\n\s*\]", _one_line, text)
+    return (text + "\n").encode()
+
+
+def _one_line(match: re.Match[str]) -> str:
+    return "[" + re.sub(r",\n\s*", ", ", match.group(1)) + "]"
 
 
 def hashes_of(paths: Iterable[Path]) -> dict[str, str]:

@@ -40,7 +40,7 @@ __device__ __forceinline__ int count_accepted(const int* drafts, const float* dr
   return __ffs(~__ballot_sync(ALL_LANES, stays)) - 1;
 }
 
-// All threads: a draw from the residual law of one depth.
+// All threads: a draw from the residual law of one depth; the first warp gets it.
 __device__ __forceinline__ u32 pick_residual(Pick& s, const float* target, const float* draft, const Request& request,
                                              int depth) {
   float mass[ITEMS], law[ITEMS], score[ITEMS];
@@ -67,14 +67,17 @@ __device__ __forceinline__ u32 pick_residual(Pick& s, const float* target, const
   }
   pick_offer(s, best);
   __syncthreads();
-  return pick_settle(
-      s, ITEMS, [](int i) { return u32(i * THREADS + threadIdx.x); }, [&](int i) { return score[i]; },
-      [&](int i) {
-        const u32 code = i * THREADS + threadIdx.x;
-        const uint4 words = philox(request.seed, request.frame, depth, USE_RESIDUAL, code >> 2);
-        const double exact = residual ? double(target[code]) - double(draft[code]) : double(target[code]);
-        return log(exact) + gumbel_exact(word_of(words, code & 3));
-      });
+  const float bar = pick_bar(s);
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++)
+    if (score[i] >= bar) pick_contend(s, i * THREADS + threadIdx.x);
+  __syncthreads();
+  if (warp_id() != 0) return 0;
+  return pick_settle(s, [&](u32 code) {
+    const u32 word = word_of(philox(request.seed, request.frame, depth, USE_RESIDUAL, code / 4), code % 4);
+    const double taken = residual ? draft[code] : 0;
+    return log(double(target[code]) - taken) + gumbel_exact(word);
+  });
 }
 
 KERNEL __launch_bounds__(THREADS) accept(const int* __restrict__ drafts, const float* __restrict__ draft_laws,

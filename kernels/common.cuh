@@ -160,52 +160,48 @@ __device__ __forceinline__ u64 order_key(double value) {
 
 // ---------------------------------------------------------------------------------------------------- Gumbel-max pick
 
-// Scores are compared in float; only codes within this of the best are compared again in double, so that the pick is
-// that of exact arithmetic although few double operations are done. The float error is below 1e-5 for any code that
-// can win: the noise lies in [-2.9, 17.4], so such a score is within 20.3 of the largest logit.
+// Scores are compared in float; the few codes within this of the best are compared again in double, so that the pick is
+// that of exact arithmetic although hardly any double operations are done. The float error is below 1e-5 for any code
+// that can win: the noise lies in [-2.9, 17.4], so such a code is within 20.3 of the largest logit.
 #define PICK_MARGIN 1e-4f
 
 struct Pick {
   u32 best_of_warp[32];
-  u32 contenders, code, exact_code;
-  u64 exact_best;
+  u32 contenders, code[32];  // more than 32 within the margin do not occur: the noise alone spreads them
 };
 
-__device__ __forceinline__ void pick_reset(Pick& s) {  // by one thread, a barrier before pick_offer
-  s.contenders = 0;
-  s.code = s.exact_code = 0xFFFFFFFFu;
-  s.exact_best = 0;
-}
-
-// Step 1: each thread's best score key; a barrier must follow.
+// Step 1, all threads: each thread's best score key. pick_reset and a barrier go before, a barrier follows.
+__device__ __forceinline__ void pick_reset(Pick& s) { s.contenders = 0; }
 __device__ __forceinline__ void pick_offer(Pick& s, u32 best) {
   best = warp_max(best);
   if (lane_id() == 0) s.best_of_warp[warp_id()] = best;
 }
 
-// Step 2: all threads; returns the code whose score is best, ties to the lower one. Item i of a thread has a code, a
-// score, and an exact score that is computed for the few that come close; score -inf is no candidate.
-template <class Code, class Score, class Exact>
-__device__ __forceinline__ u32 pick_settle(Pick& s, int items, Code code, Score score, Exact exact) {
-  const u32 best = warp_max(lane_id() < int(blockDim.x + 31) >> 5 ? s.best_of_warp[lane_id()] : 0);
-  const float bar = key_to_float(best) - PICK_MARGIN;
-#pragma unroll
-  for (int i = 0; i < items; i++)
-    if (score(i) >= bar) {
-      atomicAdd(&s.contenders, 1u);
-      atomicMin(&s.code, code(i));
-    }
-  __syncthreads();
-  if (s.contenders <= 1) return s.code;
-#pragma unroll
-  for (int i = 0; i < items; i++)
-    if (score(i) >= bar) atomicMax(&s.exact_best, order_key(exact(i)));
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < items; i++)
-    if (score(i) >= bar && order_key(exact(i)) == s.exact_best) atomicMin(&s.exact_code, code(i));
-  __syncthreads();
-  return s.exact_code;
+// Step 2, all threads: the lowest score that is still in question.
+__device__ __forceinline__ float pick_bar(const Pick& s) {
+  return key_to_float(warp_max(lane_id() < int(blockDim.x) / 32 ? s.best_of_warp[lane_id()] : 0)) - PICK_MARGIN;
+}
+
+// Step 3, all threads, for each code whose score is at least the bar; a barrier follows.
+__device__ __forceinline__ void pick_contend(Pick& s, u32 code) {
+  const u32 slot = atomicAdd(&s.contenders, 1u);
+  if (slot < 32) s.code[slot] = code;
+}
+
+// Step 4, one warp: the code whose exact score is best, ties to the lower one.
+template <class Exact>
+__device__ __forceinline__ u32 pick_settle(const Pick& s, Exact exact_score) {
+  const u32 count = min(s.contenders, 32u);
+  if (count == 1) return s.code[0];
+  const bool mine = lane_id() < int(count);
+  u32 code = mine ? s.code[lane_id()] : 0xFFFFFFFFu;
+  u64 best = mine ? order_key(exact_score(code)) : 0;
+  for (int step = 16; step; step >>= 1) {
+    const u64 other = __shfl_xor_sync(ALL_LANES, best, step);
+    const u32 other_code = __shfl_xor_sync(ALL_LANES, code, step);
+    if (other > best || (other == best && other_code < code)) best = other, code = other_code;
+  }
+  return code;
 }
 
 // ------------------------------------------------------------------------------------------------------ dot products

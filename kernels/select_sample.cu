@@ -220,11 +220,9 @@ __device__ __forceinline__ bool find_range(Shared& s, Row& row, float temperatur
   return largest > KEY_MINUS_INFINITY && largest < KEY_INFINITY;
 }
 
-// All threads; `alive` entries are the law. Returns the code that was picked, and writes the law.
-__device__ __forceinline__ u32 pick_and_store(Shared& s, const Row& row, u32 alive, const float (&weight)[ITEMS],
-                                              const Request& request, u32 depth, u32 use, float* law) {
-  const double temperature = request.temperature == 0 ? 1 : request.temperature;
-  const float inverse = 1 / float(temperature);
+// All threads; `alive` entries are the law: writes it, and finds what the pick is between.
+__device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 alive, const float (&weight)[ITEMS],
+                                                float temperature, const Request& request, u32 depth, u32 use, float* law) {
   u32 word[ITEMS] = {}, best = 0;
   float score[ITEMS];
   u64 mass = 0;
@@ -236,7 +234,7 @@ __device__ __forceinline__ u32 pick_and_store(Shared& s, const Row& row, u32 ali
   for (int i = 0; i < ITEMS; i++) {
     score[i] = MINUS_INFINITY;
     if (!(alive >> i & 1)) continue;
-    score[i] = (row.logit[i] - row.largest) * inverse + gumbel(word[i]);
+    score[i] = (row.logit[i] - row.largest) * (1 / temperature) + gumbel(word[i]);
     best = max(best, order_key(score[i]));
     mass += row.mass[i];
   }
@@ -251,9 +249,21 @@ __device__ __forceinline__ u32 pick_and_store(Shared& s, const Row& row, u32 ali
     for (int i = 0; i < ITEMS; i++) values[i] = alive >> i & 1 ? weight[i] * unit : 0;
     store_row(law, values);
   }
-  return pick_settle(
-      s.pick, ITEMS, [](int i) { return Row::code(i); }, [&](int i) { return score[i]; },
-      [&](int i) { return (double(row.logit[i]) - double(row.largest)) / temperature + gumbel_exact(word[i]); });
+  const float bar = pick_bar(s.pick);
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++)
+    if (score[i] >= bar) pick_contend(s.pick, Row::code(i));
+  __syncthreads();
+}
+
+// One warp: the picked code.
+__device__ __forceinline__ u32 settle(const Shared& s, const float* logits, float largest, const Request& request,
+                                      u32 depth, u32 use) {
+  const double temperature = request.temperature == 0 ? 1 : request.temperature;
+  return pick_settle(s.pick, [&](u32 code) {
+    const u32 word = word_of(philox(request.seed, request.frame, depth, use, code / 4), code % 4);
+    return (double(logits[code]) - double(largest)) / temperature + gumbel_exact(word);
+  });
 }
 
 KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
@@ -263,7 +273,8 @@ KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits
   __shared__ Shared s;
   const int batch_row = blockIdx.y, entry = batch_row * gridDim.x + blockIdx.x;
   Row row;
-  load_row(row, logits + u64(entry) * V);
+  logits += u64(entry) * V;
+  load_row(row, logits);
   const int depth = last[batch_row] + 1 + blockIdx.x;
   if (depth > deepest) return;
   const Request request = requests[batch_row];
@@ -299,6 +310,8 @@ KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits
   if (!greedy && request.top_p < 1)
     alive = keep_first(s.by_mass, row, alive, [&](u64 total) { return u64(ceil(request.top_p * double(total))); });
 
-  const u32 code = pick_and_store(s, row, alive, weight, request, depth, use, law);
-  if (threadIdx.x == 0) codes[entry] = code;
+  offer_and_store(s, row, alive, weight, temperature, request, depth, use, law);
+  if (warp_id() != 0) return;
+  const u32 code = settle(s, logits, row.largest, request, depth, use);
+  if (lane_id() == 0) codes[entry] = code;
 }

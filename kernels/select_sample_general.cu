@@ -108,7 +108,7 @@ __device__ __forceinline__ u32 largest_key(Shared& s, const float* logits) {
   return warp_max(s.largest_of_warp[lane_id()]);
 }
 
-// All threads: the best of the entries up to `bound` under the Gumbel noise of this address.
+// All threads: the best of the entries up to `bound` under this address's noise; the first warp gets it.
 __device__ __forceinline__ u32 pick_up_to(Shared& s, const Row& row, u64 bound, const Request& request,
                                           double temperature, u32 depth, u32 use) {
   const auto word = [&](u32 code) { return word_of(philox(request.seed, request.frame, depth, use, code >> 2), code & 3); };
@@ -118,16 +118,19 @@ __device__ __forceinline__ u32 pick_up_to(Shared& s, const Row& row, u64 bound, 
     if (code >= V || row.order(code) > bound) return MINUS_INFINITY;
     return (row.logits[code] - row.largest) * row.inverse + gumbel(word(code));
   };
-  const auto exact = [&](int i) {
-    const u32 code = code_of(i);
-    return (double(row.logits[code]) - double(row.largest)) / temperature + gumbel_exact(word(code));
-  };
   constexpr int ITEMS = (V + THREADS - 1) / THREADS;
   u32 best = 0;
   for (int i = 0; i < ITEMS; i++) best = max(best, order_key(score(i)));
   pick_offer(s.pick, best);
   __syncthreads();
-  return pick_settle(s.pick, ITEMS, code_of, score, exact);
+  const float bar = pick_bar(s.pick);
+  for (int i = 0; i < ITEMS; i++)
+    if (score(i) >= bar) pick_contend(s.pick, code_of(i));
+  __syncthreads();
+  if (warp_id() != 0) return 0;
+  return pick_settle(s.pick, [&](u32 code) {
+    return (double(row.logits[code]) - double(row.largest)) / temperature + gumbel_exact(word(code));
+  });
 }
 
 KERNEL __launch_bounds__(THREADS)

@@ -95,7 +95,7 @@ def wide_heads(folder: Path) -> None:
             "at most 1 position.* cpspec-build --maxVerifySize 2",
         ),
         (lambda folder: change_config(folder, max_verify_size=None), "does not say max_verify_size"),
-        (lambda folder: (folder / "model.onnx").unlink(), "there is no model.onnx"),
+        (lambda folder: (folder / "model.onnx").unlink(), "neither model.onnx nor a plan"),
         (lambda folder: (folder / "lm_heads.safetensors").unlink(), "there is no lm_heads.safetensors"),
         (few_heads, "leave no draft slot"),
         (wide_heads, "codebook of 4097 exceeds the largest supported one, 4096"),
@@ -133,9 +133,17 @@ def test_a_folder_of_edge_llm(tmp_path: Path) -> None:
     (entry,), text = inspect(tmp_path)
     assert (entry["kind"], entry["files"], entry["verify"]["can_verify"]) == ("code predictor", ["llm.engine"], False)
     assert "max_verify_size" in entry["verify"]["reason"]
-    assert "model.onnx" in entry["verify"]["reason"]
+    assert "neither model.onnx nor a plan that config.json describes" in entry["verify"]["reason"]
     assert "  files      llm.engine" in text
     assert "  limits     max_input_len 16, max_batch_size 1, max_kv_cache_capacity 32" in text
+
+
+def test_a_plan_of_our_own_needs_no_graph(engines: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(engines / "code_predictor", tmp_path / "code_predictor")
+    (folder / "model.onnx").rename(folder / "llm.engine")
+    assert not inspect(folder)[0][0]["verify"]["can_verify"]
+    change_config(folder, engine={"flavour": "tensorrt"})
+    assert inspect(folder)[0][0]["verify"]["can_verify"]
 
 
 @pytest.mark.parametrize(

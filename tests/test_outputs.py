@@ -64,6 +64,29 @@ def test_a_place_is_checked_without_a_trace(below: str, tmp_path: Path) -> None:
     assert names(tmp_path) == {"file"}
 
 
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
+    pipe, folder, link = tmp_path / "pipe", tmp_path / "folder", tmp_path / "link"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    link.symlink_to(pipe)
+    for path in (pipe, folder, link):
+        with pytest.raises(ConfigError, match="is a folder or a device"):
+            check_file(path)
+        with pytest.raises(ConfigError, match="is a folder or a device"):
+            write_json(path, {})
+    assert (pipe.is_fifo(), folder.is_dir(), link.is_symlink()) == (True, True, True)
+    assert names(tmp_path) == {"pipe", "folder", "link"}
+
+
+def test_a_link_keeps_its_place(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "elsewhere" / "target.json"
+    link.symlink_to(target)
+    for number in (1, 2):
+        check_file(link)
+        write_json(link, number)
+        assert (link.is_symlink(), json.loads(target.read_text())) == (True, number)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)

@@ -185,7 +185,7 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="auto and cpu are the CPU; cuda is not supported yet.",
+    help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
 )
 @click.option("--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
 @click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too.")

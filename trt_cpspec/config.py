@@ -18,6 +18,9 @@ MAX_VERIFY_SIZE = 8
 MAX_SPECULATIVE_CODEBOOK = 4096
 """Largest codebook for which speculation is offered, on every device."""
 
+MIN_SPECULATIVE_DEPTHS = 3
+"""Residual depths of which one can be drafted: the first comes from the prefill, the last is always a bonus."""
+
 CODE_PREDICTOR_SUFFIX = "_code_predictor"
 """A folder is a CodePredictor when its config's ``model`` ends with this (reference: Edge-LLM)."""
 
@@ -405,7 +408,7 @@ def resolve_window(requested: int, *, codebook_size: int, residual_depths: int, 
             f"the CodePredictor engine takes at most {max_verify_size} position(s) a pass and {requested} were asked; "
             f"rebuild it with cpspec-build --maxVerifySize {requested}"
         )
-    elif residual_depths < 2:
+    elif residual_depths < MIN_SPECULATIVE_DEPTHS:
         reason = f"{residual_depths} residual depth(s) leave no draft slot"
     return Window(requested=requested, verify_size=0 if reason else requested, reason=reason)
 

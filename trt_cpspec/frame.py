@@ -163,7 +163,7 @@ def _verify_inputs(
     inputs = np.zeros((len(codes), int(counts.max())), np.int32)
     for index in np.flatnonzero(live).tolist():
         inputs[index, : counts[index]] = [codes[index, last[index]], *proposals[index].codes]
-    return inputs, last, counts
+    return inputs, last.copy(), counts
 
 
 def _accept(model: FrameModel, hidden: Hidden, row: FrameRow, index: int, proposal: Proposal, mode: Mode) -> list[int]:

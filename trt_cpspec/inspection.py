@@ -51,7 +51,7 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
         "limits": {key: limits[key] for key in _LIMITS if key in limits},
     }
     if description["kind"] == "code predictor":
-        description["verify"] = _verify(folder, limits.get("max_verify_size"), found)
+        description["verify"] = _verify(folder, limits, found)
     if description["kind"] == "talker":
         description["speakers"] = list(_object(section, "speaker_id"))
         description["languages"] = [name for name in _object(section, "codec_language_id") if "dialect" not in name]
@@ -76,13 +76,14 @@ def _kind(model: Any, section: Section) -> str:
     return "other"
 
 
-def _verify(folder: Path, width: Any, found: list[str]) -> dict[str, Any]:
+def _verify(folder: Path, limits: Mapping[str, Any], found: list[str]) -> dict[str, Any]:
     """Return how many positions a pass may take, and why not more."""
+    width = limits.get("max_verify_size")
     width = width if isinstance(width, int) else None
     depths = codebook = None
     reasons = []
-    if _GRAPH not in found:
-        reasons.append(f"there is no {_GRAPH}, the only kind of engine that this version runs")
+    if not found or (_GRAPH not in found and "engine" not in limits):
+        reasons.append(f"there is neither {_GRAPH} nor a plan that config.json describes (builder_config.engine)")
     if (folder / _HEADS).is_file():
         heads = TensorFile(folder / _HEADS)
         shapes = [heads.info(name).shape for name in heads.names()]

@@ -44,14 +44,20 @@ def check_folder(folder: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Refuse a file that could not be written; nothing is made yet (see :func:`check_folder`)."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the path of a file")
-    check_folder(path.parent)
+    check_folder(_real_file(path).parent)
+
+
+def _real_file(path: Path) -> Path:
+    """Return where a file really lies: a link keeps its place, and a folder or a device is never replaced."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is a folder or a device; give the path of a file")
+    return path.resolve() if path.is_symlink() else path
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path`` that takes its place when the block ends well; make the folder."""
+    path = _real_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:

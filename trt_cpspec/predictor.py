@@ -178,7 +178,7 @@ class CodePredictor:
         self._check_inputs(hidden, first)
         batch = len(hidden)
         rows = [
-            FrameRow(row_params, PhiloxNoise(seed, frame))
+            FrameRow(row_params, PhiloxNoise(_in_range("seed", seed, 64), _in_range("frame", frame, 32)))
             for row_params, seed, frame in zip(
                 _per_row(params or SamplingParams(), batch, "params"),
                 _per_row(seeds, batch, "seeds"),
@@ -302,6 +302,12 @@ def _read_projection(folder: Path, spec: CodePredictorSpec) -> tuple[Float32, Fl
             f"the CodePredictor's hidden_size {decoder.hidden_size}"
         )
     return None
+
+
+def _in_range(name: str, value: int, bits: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
+        raise ConfigError(f"{name} is {value!r:.40}; it must be an integer from 0 to 2**{bits} - 1")
+    return value
 
 
 def _per_row(value: T | Sequence[T], batch: int, name: str) -> Sequence[T]:

@@ -135,7 +135,8 @@ def law(logits: Logits, params: SamplingParams) -> Law:
     Notes
     -----
     Order and meaning are those of ``transformers``' processors. At the k-th largest value, and at the boundary of
-    top-p, equal logits keep the lower index (the reference keeps all that tie at k).
+    top-p, equal logits keep the lower index (the reference keeps all that tie at k). Sums are float64, and so is the
+    comparison of the running sum with ``1 - top_p``.
     """
     largest = logits.max()
     if not np.isfinite(largest):
