@@ -2,10 +2,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+export TEXT
+
 .PHONY: demo test lint clean
 
 demo: $(VENV)/installed
-	$(BIN)/cpspec demo $(if $(TEXT),--text "$(TEXT)")
+	$(BIN)/cpspec demo $(if $(TEXT),--text "$$TEXT")
 
 test: lint
 	$(BIN)/pytest -q

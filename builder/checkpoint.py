@@ -153,8 +153,7 @@ def _check_predictor(talker: Section, predictor: Section, spec: DecoderSpec) -> 
             f"{predictor.where}: num_code_groups is {predictor.integer('num_code_groups')}, "
             f"talker_config.num_code_groups is {groups}"
         )
-    layers = predictor.values.get("layer_types")
-    if layers is not None and layers != ["full_attention"] * spec.num_hidden_layers:
+    if predictor.list("layer_types") != ["full_attention"] * spec.num_hidden_layers:
         raise ConfigError(
             f"{predictor.where}: layer_types must be 'full_attention' for each of the {spec.num_hidden_layers} "
             f"layers of num_hidden_layers"

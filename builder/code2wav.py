@@ -195,6 +195,7 @@ def _engine_config(spec: CodecSpec) -> dict[str, Any]:
     sample_rate = config.pop("output_sample_rate")
     return {
         "model_type": MODEL_TYPE,
+        "precision": "fp32",
         "sample_rate": sample_rate,
         "samples_per_frame": spec.samples_per_frame,
         "code2wav_config": config,

@@ -134,9 +134,9 @@ class GraphWriter:
         model.producer_name = "trt_cpspec"
         self._data.close()
         self._partial_graph.write_bytes(model.SerializeToString())
-        os.replace(self._partial_data, self._data_path)
+        os.replace(self._partial_data, self._data_path)  # the checker looks the weights up by their final name
+        onnx.checker.check_model(str(self._partial_graph))
         os.replace(self._partial_graph, self._graph_path)
-        onnx.checker.check_model(str(self._graph_path))
 
     def _fresh(self, kind: str) -> str:
         self._counter += 1

@@ -131,8 +131,9 @@ class TtsBuild:
     def commit(self) -> None:
         """Put the built components in place of older ones."""
         for component in COMPONENTS:
+            _check_replaceable(self.engine_dir / component)
+        for component in COMPONENTS:
             target = self.engine_dir / component
-            _check_replaceable(target)
             shutil.rmtree(target, ignore_errors=True)
             (self._staging / component).rename(target)
 

@@ -35,8 +35,8 @@ constexpr int DIGIT_BITS = log2_of(THREADS);
 // A thread's four neighbouring entries.
 struct Row {
   float logit[ITEMS];
-  u64 mass[ITEMS];
-  float largest, bins_per_unit;
+  float weight[ITEMS];  // of the law, up to a factor
+  float largest, inverse_temperature, bins_per_unit;
 
   __device__ __forceinline__ static u32 code(int i) { return threadIdx.x * ITEMS + i; }
   // Ascending: the largest logit first, of equal ones the lower code.
@@ -44,9 +44,17 @@ struct Row {
   __device__ __forceinline__ u32 first_digit(int i) const {  // fminf also turns the NaN of inf * 0 into the last bin
     return u32(fminf((largest - logit[i]) * bins_per_unit, float(THREADS - 1)));
   }
-  __device__ __forceinline__ void measure(int i, u32& out) const { out = 1; }
-  __device__ __forceinline__ void measure(int i, u64& out) const { out = mass[i]; }
+  __device__ __forceinline__ float scaled(float value) const { return (value - largest) * inverse_temperature; }
+  __device__ __forceinline__ u64 mass(int i) const { return u64(weight[i] * MASS_SCALE); }
+  __device__ __forceinline__ void measure(int, u32& out) const { out = 1; }
+  __device__ __forceinline__ void measure(int i, u64& out) const { out = mass(i); }
 };
+
+// An entry of an array in registers, by an index that is not known at compile time.
+template <class T>
+__device__ __forceinline__ T at(const T (&array)[ITEMS], int item) {
+  return item == 0 ? array[0] : item == 1 ? array[1] : item == 2 ? array[2] : array[3];
+}
 
 // The state of one keep_first. A mass is summed in two parts, so that 32-bit shared-memory atomics suffice.
 template <class Measure>
@@ -90,6 +98,12 @@ __device__ __forceinline__ u64 bin_sum(const Cut<u64>& s, int place) {
   return s.bins[0][place] + (u64(s.bins[1][place]) << MASS_LOW_BITS);
 }
 
+// One warp: whether each lane's stretch holds the entry at the limit, which lies after `before` of the measure.
+template <class Measure>
+__device__ __forceinline__ bool holds_limit(Measure before, Measure here, Measure limit) {
+  return before < limit && limit <= before + here;
+}
+
 // One warp: the bin in which the measure reaches the limit, and the measure before it. THREADS where none does.
 template <class Measure, class LimitOf>
 __device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, LimitOf limit_of) {
@@ -99,20 +113,43 @@ __device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, Limit
   const Measure inclusive = warp_inclusive_sum(sum), total = __shfl_sync(ALL_LANES, inclusive, 31);
   const Measure limit = first_pass ? limit_of(total) : s.limit;
   Measure before = (first_pass ? 0 : s.before) + inclusive - sum;
-  __syncwarp();  // s.before has been read by all lanes
-  if (first_pass && lane_id() == 0) {
+  __syncwarp();  // all lanes have read s.before
+  const u32 stretch = __ballot_sync(ALL_LANES, holds_limit(before, sum, limit));
+  if (lane_id() == 0) {
     s.limit = limit;
-    if (total < limit) s.bin = THREADS;
+    if (stretch == 0) s.bin = THREADS;
   }
-  if (before >= limit || before + sum < limit) return;
-  for (int i = 0; i < WARPS; i++) {
-    const Measure here = bin_sum(s, i * 32 + lane_id());
-    if (before < limit && limit <= before + here) {
-      s.bin = lane_id() * WARPS + i;
-      s.before = before;
-    }
-    before += here;
+  if (stretch == 0) return;
+  // The same again, for the bins of the stretch that was found.
+  const int found = __ffs(stretch) - 1;
+  before = __shfl_sync(ALL_LANES, before, found);
+  const Measure here = lane_id() < WARPS ? bin_sum(s, lane_id() * 32 + found) : 0;
+  before += warp_inclusive_sum(here) - here;
+  if (holds_limit(before, here, limit)) {
+    s.bin = found * WARPS + lane_id();
+    s.before = before;
   }
+}
+
+// Each thread: those of its entries that compete with the listed ones for what is left below the limit.
+template <class Measure>
+__device__ __forceinline__ u32 compete(const Cut<Measure>& s, const Row& row, u32 rest) {
+  const int listed = s.listed;
+  u64 order[ITEMS];
+  Measure before[ITEMS];
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) order[i] = row.order(i), before[i] = s.before;
+#pragma unroll 1
+  for (int j = 0; j < listed; j++) {
+    const u64 other = s.order[j];
+    const Measure measure = s.measure[j];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) before[i] += other < order[i] ? measure : 0;
+  }
+  u32 kept = 0;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) kept |= u32(before[i] < s.limit) << i;
+  return kept & rest;
 }
 
 // All threads; returns which of the thread's `alive` entries stay.
@@ -154,16 +191,7 @@ __device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 a
     s.clear();
     __syncthreads();
   }
-  const int listed = s.listed;
-#pragma unroll
-  for (int i = 0; i < ITEMS; i++) {
-    if (!(rest >> i & 1)) continue;
-    const u64 order = row.order(i);
-    Measure before = s.before;
-    for (int j = 0; j < listed; j++) before += s.order[j] < order ? s.measure[j] : 0;
-    if (before < s.limit) kept |= 1u << i;
-  }
-  return kept;
+  return rest ? kept | compete(s, row, rest) : kept;
 }
 
 struct Shared {
@@ -216,37 +244,44 @@ __device__ __forceinline__ bool find_range(Shared& s, Row& row, float temperatur
   largest = warp_max(lane_id() < WARPS ? s.largest_of_warp[lane_id()] : 0);
   smallest = warp_min(lane_id() < WARPS ? s.smallest_of_warp[lane_id()] : 0xFFFFFFFFu);
   row.largest = key_to_float(largest);
-  row.bins_per_unit = THREADS / fminf(row.largest - key_to_float(smallest), FIRST_DIGIT_REACH * temperature);
+  row.inverse_temperature = 1 / temperature;
+  const float reach = fminf(row.largest - key_to_float(smallest), FIRST_DIGIT_REACH * temperature);
+  row.bins_per_unit = __fdividef(float(THREADS), reach);
   return largest > KEY_MINUS_INFINITY && largest < KEY_INFINITY;
 }
 
 // All threads; `alive` entries are the law: writes it, and finds what the pick is between.
-__device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 alive, const float (&weight)[ITEMS],
-                                                float temperature, const Request& request, u32 depth, u32 use, float* law) {
+__device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 alive, const Request& request, u32 depth,
+                                                u32 use, float* law) {
   u32 word[ITEMS] = {}, best = 0;
-  float score[ITEMS];
+  float score[ITEMS] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY};
   u64 mass = 0;
   if (alive) {
     const uint4 words = philox(request.seed, request.frame, depth, use, threadIdx.x);
     word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
   }
 #pragma unroll
-  for (int i = 0; i < ITEMS; i++) {
-    score[i] = MINUS_INFINITY;
-    if (!(alive >> i & 1)) continue;
-    score[i] = (row.logit[i] - row.largest) * (1 / temperature) + gumbel(word[i]);
-    best = max(best, order_key(score[i]));
-    mass += row.mass[i];
+  for (int i = 0; i < ITEMS; i++) mass += alive >> i & 1 ? row.mass(i) : 0;
+  // Each lane takes its own next entry, so that a warp goes round as often as its busiest lane must.
+#pragma unroll 1
+  for (u32 left = alive; left; left &= left - 1) {
+    const int item = __ffs(left) - 1;
+    const float value = row.scaled(at(row.logit, item)) + gumbel(at(word, item));
+    best = max(best, order_key(value));
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) score[i] = i == item ? value : score[i];
   }
+  __syncwarp();
   mass = warp_sum(mass);
   if (lane_id() == 0) s.mass_of_warp[warp_id()] = mass;
   pick_offer(s.pick, best);
   __syncthreads();
   if (law) {
-    const float unit = MASS_SCALE / float(warp_sum(lane_id() < WARPS ? s.mass_of_warp[lane_id()] : 0ull));
+    const u64 total = warp_sum(lane_id() < WARPS ? s.mass_of_warp[lane_id()] : 0ull);
+    const float unit = __fdividef(MASS_SCALE, float(total));
     float values[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) values[i] = alive >> i & 1 ? weight[i] * unit : 0;
+    for (int i = 0; i < ITEMS; i++) values[i] = alive >> i & 1 ? row.weight[i] * unit : 0;
     store_row(law, values);
   }
   const float bar = pick_bar(s.pick);
@@ -266,7 +301,7 @@ __device__ __forceinline__ u32 settle(const Shared& s, const float* logits, floa
   });
 }
 
-KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
+KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
                                                 const int* __restrict__ last, int* __restrict__ codes,
                                                 float* __restrict__ laws, int* __restrict__ errors, int use,
                                                 int deepest) {
@@ -301,16 +336,12 @@ KERNEL __launch_bounds__(THREADS) select_sample(const float* __restrict__ logits
   const int top_k = greedy ? 1 : request.top_k;
   if (top_k > 0 && top_k < V) alive = keep_first(s.by_count, row, alive, [&](u32) { return u32(top_k); });
 
-  float weight[ITEMS];
 #pragma unroll
-  for (int i = 0; i < ITEMS; i++) {
-    weight[i] = alive >> i & 1 ? expf((row.logit[i] - row.largest) * (1 / temperature)) : 0;
-    row.mass[i] = u64(weight[i] * MASS_SCALE);
-  }
+  for (int i = 0; i < ITEMS; i++) row.weight[i] = alive >> i & 1 ? expf(row.scaled(row.logit[i])) : 0;
   if (!greedy && request.top_p < 1)
     alive = keep_first(s.by_mass, row, alive, [&](u64 total) { return u64(ceil(request.top_p * double(total))); });
 
-  offer_and_store(s, row, alive, weight, temperature, request, depth, use, law);
+  offer_and_store(s, row, alive, request, depth, use, law);
   if (warp_id() != 0) return;
   const u32 code = settle(s, logits, row.largest, request, depth, use);
   if (lane_id() == 0) codes[entry] = code;

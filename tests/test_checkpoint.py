@@ -182,7 +182,7 @@ def test_names_are_lower_case(edited_config: Callable[[Edit], Path]) -> None:
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the checkpoint folder .*nowhere does not exist"):
         read_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"config.json cannot be read as JSON"):
+    with pytest.raises(ConfigError, match=r"config.json (does not exist|cannot be read)"):
         read_checkpoint(tmp_path)
     for text in ("{", "[]", "[" * 10**5):
         (tmp_path / "config.json").write_text(text)
@@ -380,13 +380,26 @@ def test_a_folder_that_is_no_engine_is_not_replaced(build: Callable[..., Path], 
     mine.mkdir(parents=True)
     (mine / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="talker exists and is no engine folder"):
-        build(CHECKPOINT, tmp_path / "engine")
+        TtsBuild(CHECKPOINT, tmp_path / "engine", BuildOptions())  # before any work
     # A config.json of something else is no engine either.
     (mine / "config.json").write_text('{"model": "other"}')
     with pytest.raises(ConfigError, match="talker exists and is no engine folder"):
         build(CHECKPOINT, tmp_path / "engine")
     assert [path.name for path in (tmp_path / "engine").iterdir()] == ["talker"]
     assert (mine / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_that_turns_up_during_a_build_is_not_replaced(build: Callable[..., Path], tmp_path: Path) -> None:
+    engine = build(CHECKPOINT, tmp_path / "engine")
+    with TtsBuild(CHECKPOINT, engine, BuildOptions(precision="fp16")) as late:
+        for _, _, write in late.components:
+            write()
+        (engine / "code2wav" / "config.json").write_text("{}")
+        with pytest.raises(ConfigError, match="code2wav exists and is no engine folder"):
+            late.commit()
+    assert (engine / "code2wav" / "config.json").read_text() == "{}"
+    talker = json.loads((engine / "talker" / "config.json").read_text(encoding="utf-8"))
+    assert talker["precision"] == "fp32"  # all or nothing
 
 
 def test_an_empty_folder_and_strangers_beside_it_are_kept(build: Callable[..., Path], tmp_path: Path) -> None:

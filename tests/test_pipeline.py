@@ -17,6 +17,8 @@ from trt_cpspec.config import Mode, SamplingParams
 from trt_cpspec.errors import ConfigError, CpSpecError, EngineError, NumericsError
 from trt_cpspec.pipeline import PreparedRequest, Qwen3TTS, Speech
 from trt_cpspec.requests import Request
+from trt_cpspec.sampling import PhiloxNoise, Use
+from trt_cpspec.talker import talker_law
 
 Close = Callable[..., None]
 MODES: tuple[Mode, ...] = ("rejection", "coupled")
@@ -150,6 +152,23 @@ def test_rejection_follows_another_stream_at_the_same_law(lively: Qwen3TTS) -> N
     rejection = lively.synthesize("Hello world", mode="rejection", **options)
     assert not np.array_equal(coupled.codes, rejection.codes)
     np.testing.assert_array_equal(rejection.codes, lively.synthesize("Hello world", mode="rejection", **options).codes)
+
+
+def test_speech_is_the_loop_of_the_parts(lively: Qwen3TTS) -> None:
+    """Written out for one request: which random numbers, hidden states and inputs belong to which frame."""
+    talker, predictor, request = lively.talker, lively.predictor, Request(text="Good day", seed=11, max_audio_length=5)
+    speech = lively.synthesize(request.text, seed=11, max_audio_length=5)
+    assert len(speech.codes) > 2
+    prepared = lively.prepare(request)
+    sampling, seen = prepared.sampling, []
+    hidden = talker.prefill([talker.embed_prompt(prepared.prompt)])
+    for frame, codes in enumerate(speech.codes):
+        target = talker_law(talker.spec, talker.logits(hidden[0]), seen, sampling.talker)
+        seen.append(PhiloxNoise(11, frame).pick(target, 0, Use.TARGET))
+        result = predictor.decode_frame(hidden, seen[-1:], params=sampling.subtalker, seeds=11, frames=frame)
+        np.testing.assert_array_equal(result.codes[0], codes)
+        pad = talker.embed_text(np.array([talker.spec.ids.tts_pad_token_id]))
+        hidden = talker.step(predictor.embed_frame(result.codes) + pad)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

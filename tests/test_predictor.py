@@ -16,6 +16,7 @@ from trt_cpspec.errors import ConfigError, EngineError, NumericsError
 from trt_cpspec.frame import Round
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
+from trt_cpspec.sampling import PhiloxNoise, Use, law
 
 Close = Callable[..., None]
 GREEDY = SamplingParams(temperature=0.0)
@@ -133,6 +134,28 @@ def test_every_commit_length_occurs_and_coupling_changes_no_code(lively: Any) ->
         rejection = predictor.decode_frame(hidden, code0, **options, verify_size=8, mode="rejection")
         seen.update(10 + accepted + 1 for rounds in rejection.rounds for _, _, accepted in rounds)
     assert seen == {*range(1, 9), *range(11, 19)}
+
+
+@pytest.mark.parametrize("verify_size", [2, 5, 8])
+def test_drafts_come_from_the_state_of_the_last_committed_code(lively: Any, verify_size: int) -> None:
+    """A draft from another state would change no code, only how many are accepted: so count them independently."""
+    predictor, params = lively.predictor, SamplingParams()
+    for frame in range(6):
+        talker_hidden, code0 = frame_inputs(predictor, 1, seed=frame)
+        options = {"seeds": 5, "frames": frame, "params": params}
+        codes = predictor.decode_frame(talker_hidden, code0, **options).codes
+        states = teacher_forced(predictor, talker_hidden, codes, 1)[0]
+        noise, expected, depth = PhiloxNoise(5, frame), [], 2
+        while depth < 16:
+            count = min(verify_size - 1, 15 - depth)
+            logits = predictor.draft_logits(states[depth - 2], depth, count) if count else []
+            drafts = [noise.pick(law(row, params), depth + i, Use.TARGET) for i, row in enumerate(logits)]
+            agree = [draft == code for draft, code in zip(drafts, codes[0, depth:], strict=False)]
+            accepted = [*agree, False].index(False)
+            expected.append(Round(depth, len(drafts), accepted))
+            depth += accepted + 1
+        result = predictor.decode_frame(talker_hidden, code0, **options, verify_size=verify_size, mode="coupled")
+        assert result.rounds == [expected]
 
 
 @pytest.mark.parametrize("mode", MODES)

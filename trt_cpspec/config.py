@@ -48,6 +48,8 @@ class Section:
     @classmethod
     def from_file(cls, path: Path) -> Section:
         """Read a JSON file."""
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist; is {path.parent} the right folder, and was it built?")
         try:
             return cls(json.loads(path.read_text(encoding="utf-8")), str(path))
         except (OSError, ValueError, RecursionError) as error:
@@ -87,10 +89,15 @@ class Section:
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of integers."""
-        value = self._typed(key, list, "a list")
+        value = self.list(key)
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             raise ConfigError(f"{self.where}: {key} must hold integers only, it is {value!r:.80}")
         return tuple(value)
+
+    def list(self, key: str) -> list[Any]:
+        """Return a list."""
+        value: list[Any] = self._typed(key, list, "a list")
+        return value
 
     def require(self, key: str, expected: Any) -> None:
         """Check that a key has the one value that is supported."""
