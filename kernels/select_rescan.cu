@@ -4,11 +4,11 @@
 //
 // It rescans the row once per selected entry: the largest of those below the previous one, by a tree in shared memory.
 
-#define THREADS 256
+#define BLOCK 256
 #define MAX_SELECTED 1024
 
 struct Shared {
-  u64 tree[THREADS];
+  u64 tree[BLOCK];
   u64 order[MAX_SELECTED];
   float weight[MAX_SELECTED], score[MAX_SELECTED];
   int kept;
@@ -17,7 +17,7 @@ struct Shared {
 // All threads: the smallest of their values.
 __device__ __forceinline__ u64 smallest(Shared& s, u64 value) {
   s.tree[threadIdx.x] = value;
-  for (int step = THREADS / 2; step; step >>= 1) {
+  for (int step = BLOCK / 2; step; step >>= 1) {
     __syncthreads();
     if (int(threadIdx.x) < step && s.tree[threadIdx.x + step] < s.tree[threadIdx.x])
       s.tree[threadIdx.x] = s.tree[threadIdx.x + step];
@@ -28,7 +28,7 @@ __device__ __forceinline__ u64 smallest(Shared& s, u64 value) {
   return found;
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(BLOCK)
     select_rescan(const float* __restrict__ logits, const Request* __restrict__ requests,
                   const int* __restrict__ last, int* __restrict__ codes, float* __restrict__ laws,
                   int* __restrict__ errors, int use, int deepest) {
@@ -44,7 +44,7 @@ KERNEL __launch_bounds__(THREADS)
   u64 previous = 0;
   for (int i = 0; i < top_k; i++) {
     u64 best = ~0ull;
-    for (int code = threadIdx.x; code < V; code += THREADS) {
+    for (int code = threadIdx.x; code < V; code += BLOCK) {
       const u64 order = (u64(~order_key(logits[code])) << 32 | u32(code)) + 1;
       if (order > previous && order < best) best = order;
     }
@@ -53,13 +53,13 @@ KERNEL __launch_bounds__(THREADS)
   }
   __syncthreads();
   const float largest = logits[u32(s.order[0])];
-  for (int i = threadIdx.x; i < top_k; i += THREADS) {
+  for (int i = threadIdx.x; i < top_k; i += BLOCK) {
     const u32 code = u32(s.order[i]);
     s.weight[i] = expf((logits[code] - largest) / float(request.temperature));
     s.score[i] = (logits[code] - largest) / float(request.temperature) +
                  gumbel(word_of(philox(request.seed, request.frame, depth, use, code >> 2), code & 3));
   }
-  for (int code = threadIdx.x; code < V; code += THREADS) laws[code] = 0;
+  for (int code = threadIdx.x; code < V; code += BLOCK) laws[code] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
     float total = 0, before = 0;

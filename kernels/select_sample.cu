@@ -82,8 +82,9 @@ __device__ __forceinline__ void add(Cut<u64>& s, bool active, u32 bin, u64 mass)
   if (lanes == 0) return;
   u32 low = u32(mass) & ((1u << MASS_LOW_BITS) - 1), high = u32(mass >> MASS_LOW_BITS);
   const int first = __ffs(lanes) - 1;
+  const bool same = bin == __shfl_sync(ALL_LANES, bin, first);
   // A tied row puts a whole warp into one bin: add once for all of it.
-  if (__all_sync(ALL_LANES, !active || bin == __shfl_sync(ALL_LANES, bin, first))) {
+  if (__all_sync(ALL_LANES, same || !active)) {
     low = warp_sum(active ? low : 0);
     high = warp_sum(active ? high : 0);
     active = lane_id() == first;

@@ -7,8 +7,8 @@
 // Where select_sample keeps a row in registers, this one searches, 8 bits at a time, for the order key of the last
 // entry that stays; what is at most that key is the law.
 
-#define THREADS 1024
-#define WARPS (THREADS / 32)
+#define BLOCK 1024
+#define WARPS (BLOCK / 32)
 #define BINS 256
 #define MASS_SCALE 549755813888.0f  // 2^39
 
@@ -38,7 +38,7 @@ struct Row {
 __device__ __forceinline__ void add(u64* bins, bool active, u32 bin, u64 measure) {
   for (u32 lanes = __ballot_sync(ALL_LANES, active); lanes;) {
     const int first = __ffs(lanes) - 1;
-    const bool same = active && bin == __shfl_sync(ALL_LANES, bin, first);
+    const bool same = bin == __shfl_sync(ALL_LANES, bin, first) && active;
     const u64 sum = warp_sum(same ? measure : 0ull);
     if (lane_id() == first) atomicAdd(&bins[bin], sum);
     lanes &= ~__ballot_sync(ALL_LANES, same);
@@ -71,7 +71,7 @@ __device__ __forceinline__ u64 keep_first(Shared& s, const Row& row, u64 bound, 
   for (int shift = 56; shift >= 0; shift -= 8) {
     if (threadIdx.x < BINS) s.bins[threadIdx.x] = 0;
     __syncthreads();
-    for (int start = 0; start < V; start += THREADS) {
+    for (int start = 0; start < V; start += BLOCK) {
       const int code = start + threadIdx.x;
       const u64 order = code < V ? row.order(code) : ~0ull;
       const bool active = order <= bound && (shift == 56 || order >> (shift + 8) == found);
@@ -88,7 +88,7 @@ __device__ __forceinline__ u64 keep_first(Shared& s, const Row& row, u64 bound, 
 // All threads: the sum of the masses of the entries up to `bound`.
 __device__ __forceinline__ u64 mass_up_to(Shared& s, const Row& row, u64 bound) {
   u64 mass = 0;
-  for (int code = threadIdx.x; code < V; code += THREADS) mass += row.order(code) <= bound ? row.mass(code) : 0;
+  for (int code = threadIdx.x; code < V; code += BLOCK) mass += row.order(code) <= bound ? row.mass(code) : 0;
   for (int step = 16; step; step >>= 1) mass += __shfl_xor_sync(ALL_LANES, mass, step);
   if (lane_id() == 0) s.mass_of_warp[warp_id()] = mass;
   __syncthreads();
@@ -101,7 +101,7 @@ __device__ __forceinline__ u64 mass_up_to(Shared& s, const Row& row, u64 bound) 
 // All threads: the largest logit's key, a NaN's if there is one.
 __device__ __forceinline__ u32 largest_key(Shared& s, const float* logits) {
   u32 largest = 0;
-  for (int code = threadIdx.x; code < V; code += THREADS) largest = max(largest, order_key(logits[code]));
+  for (int code = threadIdx.x; code < V; code += BLOCK) largest = max(largest, order_key(logits[code]));
   largest = warp_max(largest);
   if (lane_id() == 0) s.largest_of_warp[warp_id()] = largest;
   __syncthreads();
@@ -112,13 +112,13 @@ __device__ __forceinline__ u32 largest_key(Shared& s, const float* logits) {
 __device__ __forceinline__ u32 pick_up_to(Shared& s, const Row& row, u64 bound, const Request& request,
                                           double temperature, u32 depth, u32 use) {
   const auto word = [&](u32 code) { return word_of(philox(request.seed, request.frame, depth, use, code >> 2), code & 3); };
-  const auto code_of = [](int i) { return u32(i * THREADS + threadIdx.x); };
+  const auto code_of = [](int i) { return u32(i * BLOCK + threadIdx.x); };
   const auto score = [&](int i) {
     const u32 code = code_of(i);
     if (code >= V || row.order(code) > bound) return MINUS_INFINITY;
     return (row.logits[code] - row.largest) * row.inverse + gumbel(word(code));
   };
-  constexpr int ITEMS = (V + THREADS - 1) / THREADS;
+  constexpr int ITEMS = (V + BLOCK - 1) / BLOCK;
   u32 best = 0;
   for (int i = 0; i < ITEMS; i++) best = max(best, order_key(score(i)));
   pick_offer(s.pick, best);
@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 pick_up_to(Shared& s, const Row& row, u64 bound, 
   });
 }
 
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(BLOCK)
     select_sample_general(const float* __restrict__ logits, const Request* __restrict__ requests,
                           const int* __restrict__ last, int* __restrict__ codes, float* __restrict__ laws,
                           int* __restrict__ errors, int use, int deepest) {
@@ -148,7 +148,7 @@ KERNEL __launch_bounds__(THREADS)
   if (threadIdx.x == 0) pick_reset(s.pick);
   const u32 largest = largest_key(s, logits);
   if (largest <= KEY_MINUS_INFINITY || largest >= KEY_INFINITY) {
-    for (int code = threadIdx.x; law && code < V; code += THREADS) law[code] = code == 0;
+    for (int code = threadIdx.x; law && code < V; code += BLOCK) law[code] = code == 0;
     if (threadIdx.x == 0) {
       codes[entry] = 0;
       atomicMin(&errors[batch_row], depth);
@@ -163,7 +163,7 @@ KERNEL __launch_bounds__(THREADS)
   const int top_k = greedy ? 1 : request.top_k;
   if (top_k > 0 && top_k < V) {
     int finite = 0;
-    for (int code = threadIdx.x; code < V; code += THREADS) finite += row.order(code) <= bound;
+    for (int code = threadIdx.x; code < V; code += BLOCK) finite += row.order(code) <= bound;
     finite = warp_sum(u32(finite));
     if (lane_id() == 0) s.finite_of_warp[warp_id()] = finite;
     __syncthreads();
@@ -177,7 +177,7 @@ KERNEL __launch_bounds__(THREADS)
 
   if (law) {
     const float unit = MASS_SCALE / float(mass_up_to(s, row, bound));
-    for (int code = threadIdx.x; code < V; code += THREADS) law[code] = row.order(code) <= bound ? row.weight(code) * unit : 0;
+    for (int code = threadIdx.x; code < V; code += BLOCK) law[code] = row.order(code) <= bound ? row.weight(code) * unit : 0;
   }
   const u32 code = pick_up_to(s, row, bound, request, temperature, depth, use);
   if (threadIdx.x == 0) codes[entry] = code;

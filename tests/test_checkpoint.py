@@ -114,7 +114,7 @@ def wrong_values(value: Any) -> list[Any]:
     elif isinstance(value, dict):
         wrong = [[value], "text", None]
     elif isinstance(value, list):
-        wrong = [3, {"0": value}, [str(item) for item in value], [True], None]
+        wrong = [3, {"0": value}, [f"{item}?" for item in value], [True], None]
     else:
         wrong = [{"rope_type": "yarn"}, False]
     return wrong

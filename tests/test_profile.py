@@ -20,6 +20,7 @@ from trt_cpspec.builder.profile import (
     profiles_from_json,
     recognise,
     verify_size_of,
+    widened,
 )
 
 from trt_cpspec.errors import ConfigError, EngineError
@@ -216,8 +217,8 @@ def test_predictor_profiles_admit_prefill_and_every_pass(groups: int, width: int
 
 @pytest.mark.parametrize(
     "model",
-    ["qwen3_tts_code_predictor", "qwen3_omni_moe_talker_code_predictor", "qwen3_omni_next_code_predictor", "a_code_predictor"],
-)  # fmt: skip
+    [f"{name}_code_predictor" for name in ("qwen3_tts", "qwen3_omni_moe_talker", "qwen3_omni_next", "a")],
+)
 def test_code_predictor_by_suffix(model: str) -> None:
     assert component_kind({"model": model}, "x") is Kind.CODE_PREDICTOR
 
@@ -281,7 +282,7 @@ def changed(graph: list[GraphInput], name: str, shape: tuple[int, ...]) -> list[
 @pytest.mark.parametrize(
     ("graph", "words"),
     [
-        (changed(PORTABLE, "inputs_embeds", (-1, 1, 16)), r"inputs_embeds: axis 1 .*fixed to 1.*window of 8"),
+        (changed(PORTABLE, "inputs_embeds", (-1, 1, 16)), r"inputs_embeds: axis 1 \(length\) is fixed to 1"),
         (changed(PORTABLE, "inputs_embeds", (1, -1, 16)), r"inputs_embeds: axis 0 \(batch\) is fixed to 1"),
         (changed(PORTABLE, "past_key_0", (-1, -1, -1, 16)), "past_key_0: axis 1 is dynamic"),
         (changed(PORTABLE, "past_key_0", (-1, -1, 16)), "past_key_0 has rank 3"),
@@ -292,6 +293,12 @@ def changed(graph: list[GraphInput], name: str, shape: tuple[int, ...]) -> list[
 def test_a_graph_that_does_not_fit_is_named(graph: list[GraphInput], words: str) -> None:
     with pytest.raises(EngineError, match=words):
         profiles_for(Kind.CODE_PREDICTOR, graph, limits(W))
+
+
+def test_widening_a_fixed_axis_says_so() -> None:
+    fixed = changed(PORTABLE, "positions", (-1, 1))
+    with pytest.raises(EngineError, match=r"input positions: axis 1 is fixed to 1 .*window of 8 needs up to 8"):
+        widened(Contract.PORTABLE, fixed, GENERATION_BEFORE[Contract.PORTABLE], limits(W))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ which a proposal was drawn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,7 +22,8 @@ from .errors import NumericsError
 Law = NDArray[np.float64]
 Logits = NDArray[np.floating]
 
-_PHILOX_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+# In the order of the products: word 2's multiplier first.
+_PHILOX_MULTIPLIERS = np.array([[0xCD9E8D57], [0xD2511F53]], np.uint64)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD_BITS = np.uint64(32)
@@ -56,13 +58,21 @@ def philox(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """
     # Words 0 and 2 are multiplied, 1 and 3 are mixed in: two rows of each, so that a round is five operations.
     multiplied, mixed = counters.T[0::2], counters.T[1::2]
-    low, high = key & 0xFFFFFFFF, key >> 32
-    for _ in range(10):
-        products = multiplied * _PHILOX_MULTIPLIERS
-        round_key = np.array([[low], [high]], np.uint64)
-        multiplied, mixed = (products[::-1] >> _WORD_BITS) ^ mixed ^ round_key, products[::-1] & _LOW_WORD
-        low, high = (low + _PHILOX_INCREMENTS[0]) & 0xFFFFFFFF, (high + _PHILOX_INCREMENTS[1]) & 0xFFFFFFFF
+    for round_key in _round_keys(key):
+        products = multiplied[::-1] * _PHILOX_MULTIPLIERS
+        multiplied = products >> _WORD_BITS
+        multiplied ^= mixed
+        multiplied ^= round_key
+        mixed = products & _LOW_WORD
     return np.stack([multiplied[0], mixed[0], multiplied[1], mixed[1]], axis=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(key: int) -> NDArray[np.uint64]:
+    """Return the keys of the ten rounds, ``[10, 2, 1]``."""
+    words = np.array([key & 0xFFFFFFFF, key >> 32], np.uint64)
+    steps = np.arange(10, dtype=np.uint64)[:, None] * np.array(_PHILOX_INCREMENTS, np.uint64)
+    return ((words + steps) & _LOW_WORD)[:, :, None]
 
 
 def uniforms(seed: int, frame: int, depth: int, use: Use, indices: NDArray[np.integer]) -> NDArray[np.float64]:

@@ -5,7 +5,6 @@
 // meet in different primitives. `order` permutes in which order warps and lanes run, which brings out missing barriers.
 // Shared memory is filled with garbage before each block.
 
-#pragma once
 #include <csetjmp>
 #include <cmath>
 #include <cstdint>
