@@ -261,7 +261,7 @@ def time_embeddings(gpu: Gpu) -> dict[str, Any]:
 def environment(gpu: Gpu, commit: str | None) -> dict[str, Any]:
     """Say where the figures come from."""
     names = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy")
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -453,12 +453,13 @@ def _portable_extents(kind: Kind, limits: Limits) -> dict[str, dict[str, Extent]
     slots = limits.max_kv_cache_capacity + SCRATCH_SLOTS
     # Speech is one request at a time on most machines: a batch is admitted, a single row is what kernels are tuned for.
     batch = (1, 1, limits.max_batch_size)
+    least = min(MIN_BUCKET, slots)
     if kind is Kind.CODE_PREDICTOR:
-        # A frame's cache is small and of one size: a fixed extent lets TensorRT specialise. See CodePredictor.prefill.
-        rows, fixed = (1, PREFILL_ROWS, max(longest, PREFILL_ROWS)), (slots, slots, slots)
-        context_slots = generation_slots = fixed
+        # A frame's cache is small: below the smallest bucket its extent is fixed, and TensorRT can specialise.
+        rows = (1, PREFILL_ROWS, max(longest, PREFILL_ROWS))
+        context_slots = generation_slots = (least, slots, slots)
     else:
-        half, least = max(1, longest // 2), min(MIN_BUCKET, slots)
+        half = max(1, longest // 2)
         rows = (1, half, longest)
         context_slots = (least, bucket_for(half + 1 + SCRATCH_SLOTS, slots), slots)
         generation_slots = (least, min(TYPICAL_SLOTS, slots), slots)

@@ -81,8 +81,8 @@ GENERATION_BEFORE = {
     Contract.PORTABLE: {
         "positions": shape_range((1, 1), (1, 1), (B, 1)),
         "inputs_embeds": shape_range((1, 1, 16), (1, 1, 16), (B, 1, 16)),
-        "past_key_0": shape_range((1, 2, C + 1, 16), (1, 2, C + 1, 16), (B, 2, C + 1, 16)),
-        "past_value_0": shape_range((1, 2, C + 1, 16), (1, 2, C + 1, 16), (B, 2, C + 1, 16)),
+        "past_key_0": shape_range((1, 2, 64, 16), (1, 2, C + 1, 16), (B, 2, C + 1, 16)),
+        "past_value_0": shape_range((1, 2, 64, 16), (1, 2, C + 1, 16), (B, 2, C + 1, 16)),
     },
     Contract.EDGE_PADDED: {
         "inputs_embeds": shape_range((1, 1, 16), (B, 1, 16), (B, 1, 16)),
@@ -194,9 +194,10 @@ def test_talker_profiles_admit_every_bucket_and_chunk(capacity: int) -> None:
 
 
 @pytest.mark.parametrize("width", range(1, W + 1))
-@pytest.mark.parametrize("groups", [4, 16])
-def test_predictor_profiles_admit_prefill_and_every_pass(groups: int, width: int) -> None:
-    capacity = groups + width
+@pytest.mark.parametrize("room", [0, W])
+@pytest.mark.parametrize("groups", [4, 16, 60])
+def test_predictor_profiles_admit_prefill_and_every_pass(groups: int, width: int, room: int) -> None:
+    capacity = groups + (room or width)
     found = profiles_for(
         Kind.CODE_PREDICTOR,
         PORTABLE,

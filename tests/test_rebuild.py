@@ -284,7 +284,7 @@ def test_edge_refusals(fake: Backend, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"dense contract of 0\.6"):
         rebuild(tmp_path / "dense", tmp_path / "out", fake, options())
     write_edge(tmp_path / "blind", "ragged", "qwen3_tts_code_predictor", hidden="logits")
-    with pytest.raises(EngineError, match="must give hidden_states, its outputs are .*logits"):
+    with pytest.raises(EngineError, match=r"must give hidden_states, its outputs are .*logits"):
         rebuild(tmp_path / "blind", tmp_path / "out", fake, options())
     assert not (tmp_path / "out").exists()
 
@@ -313,8 +313,25 @@ def test_limits_come_from_user_then_engine_then_graph(fake: Backend, tmp_path: P
     assert batch() == 2
     assert one(rebuild(source, target, fake, only())).action == "unchanged"
     assert one(rebuild(source, target, fake, only(limits={"max_batch_size": 3}))).reason == "its limits changed"
-    with pytest.raises(ConfigError, match="max_kv_cache_capacity 15 cannot hold a frame.*16 positions"):
+    with pytest.raises(ConfigError, match=r"max_kv_cache_capacity 15 cannot hold a frame.*16 positions"):
         rebuild(source, target, fake, only(limits={"max_kv_cache_capacity": 15}))
+
+
+def test_only_code_predictor_keeps_the_engine_folders_own_config_and_files(fake: Backend, tmp_path: Path) -> None:
+    source, target = tmp_path / "onnx", tmp_path / "engine"
+    write_edge(source, "ragged", "qwen3_tts_code_predictor")
+    write_edge(target, "ragged", "qwen3_tts_code_predictor")
+    (target / "model.onnx").unlink()
+    config = json.loads((target / "config.json").read_text()) | {"edgellm_version": "0.10"}
+    config["builder_config"] = {"max_batch_size": 1, "max_lora_rank": 0}
+    (target / "config.json").write_text(json.dumps(config))
+    (source / "notes.json").write_text("{}")
+    before = contents(target)
+    assert one(rebuild(source, target, fake, only())).action == "built"
+    assert changed(before, contents(target)) == {"llm.engine", "config.json"}
+    found = json.loads((target / "config.json").read_text())
+    assert found["edgellm_version"] == "0.10"
+    assert (found["builder_config"]["max_batch_size"], found["builder_config"]["max_lora_rank"]) == (1, 0)
 
 
 # ---- when to build --------------------------------------------------------------------------------------------------
@@ -426,7 +443,7 @@ def test_a_failing_build_changes_nothing(component: Path, monkeypatch: pytest.Mo
 
 
 def test_refusals(fake: Backend, component: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the ONNX folder .*nowhere does not exist"):
+    with pytest.raises(ConfigError, match=r"the ONNX folder .*nowhere does not exist"):
         rebuild(tmp_path / "nowhere", component, fake, options())
     with pytest.raises(
         ConfigError, match="nowhere does not exist: --onlyCodePredictor rebuilds inside an existing one"
@@ -435,10 +452,10 @@ def test_refusals(fake: Backend, component: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no component"):
         rebuild(tmp_path / "empty", component, fake, options())
-    with pytest.raises(ConfigError, match="must hold exactly one CodePredictor .*it holds 0"):
+    with pytest.raises(ConfigError, match=r"must hold exactly one CodePredictor .*it holds 0"):
         rebuild(component, tmp_path / "empty", fake, only())
     shutil.copytree(component, tmp_path / "second")
-    with pytest.raises(ConfigError, match="must hold exactly one CodePredictor .*it holds 2"):
+    with pytest.raises(ConfigError, match=r"must hold exactly one CodePredictor .*it holds 2"):
         rebuild(tmp_path, tmp_path, fake, only())
     change_heads(tmp_path / "second")
     with pytest.raises(EngineError, match=r"lm_heads\.safetensors differs .*another model"):
@@ -514,12 +531,14 @@ def test_a_plan_without_its_sidecar_is_noticed(component: Path) -> None:
     assert sidecar.plan_fault(component, "llm.engine", config) is None
     damage_plan(component)
     assert "SHA-256 differs" in str(sidecar.plan_fault(component, "llm.engine", config))
-    assert "no record of code2wav.engine" in str(sidecar.plan_fault(shutil_plan(component), "code2wav.engine", config))
+    assert "no record of code2wav.engine" in str(
+        sidecar.plan_fault(copied_as_codec(component), "code2wav.engine", config)
+    )
     drop_plan(component)
     assert "does not exist" in str(sidecar.plan_fault(component, "llm.engine", config))
 
 
-def shutil_plan(folder: Path) -> Path:
+def copied_as_codec(folder: Path) -> Path:
     shutil.copy(folder / "llm.engine", folder / "code2wav.engine")
     return folder
 

@@ -52,7 +52,8 @@ class Device:
         if ordinal >= count:
             raise EngineError(f"CUDA device {ordinal} does not exist, there are {count}")
         device = self.call("cuDeviceGet", ordinal)
-        self.call("cuCtxSetCurrent", self.call("cuDevicePrimaryCtxRetain", device))
+        self._context = self.call("cuDevicePrimaryCtxRetain", device)
+        self.call("cuCtxSetCurrent", self._context)
         attribute = driver.CUdevice_attribute
         self.compute_capability = (
             self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
@@ -93,7 +94,11 @@ class Device:
 
     def upload(self, target: DeviceArray, source: NDArray[Any]) -> None:
         """Copy host memory to the device, on the stream. The source must live until the copy is done."""
-        self.call("cuMemcpyHtoDAsync", target.address, source.ctypes.data, source.nbytes, self.stream)
+        self.upload_at(target.address, source)
+
+    def upload_at(self, address: int, source: NDArray[Any]) -> None:
+        """Copy host memory to an address on the device, on the stream."""
+        self.call("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, self.stream)
 
     def download(self, target: NDArray[Any], source: DeviceArray) -> None:
         """Copy device memory to the host, on the stream."""
@@ -105,13 +110,60 @@ class Device:
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what ``work`` puts on the stream as a graph, without running it."""
+        return Graph(self, self._captured(work))
+
+    def capture_loop(self, before: Callable[[], None], body: Callable[[int], None], after: Callable[[], None]) -> Graph:
+        """Record ``before``, a body that repeats for as long as its kernels say so, and ``after``, as one graph.
+
+        Parameters
+        ----------
+        before, after : callable
+            Put work on the stream.
+        body : callable
+            Takes the handle that a kernel of it passes to ``cudaGraphSetConditional``: 1 repeats the body, 0 ends it.
+
+        Raises
+        ------
+        EngineError
+            The driver has no conditional nodes (CUDA 12.4 brought them).
+        """
+        driver = self.driver
+        graph = self.call("cuGraphCreate", 0)
+        handle = self.call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)  # 1 at each launch
+        first = self._add_child(graph, [], before)
+        parameters = driver.CUgraphNodeParams()
+        parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        parameters.conditional.handle = handle
+        parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        parameters.conditional.size = 1
+        parameters.conditional.ctx = self._context
+        # cuda-python 12 has the call with edge data under a name of its own, 13 under the plain one.
+        add_node = "cuGraphAddNode_v2" if hasattr(driver, "cuGraphAddNode_v2") else "cuGraphAddNode"
+        loop = self.call(add_node, graph, [first], None, 1, parameters)
+        inner = parameters.conditional.phGraph_out[0]
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self.call("cuStreamBeginCaptureToGraph", self.stream, inner, None, None, 0, mode)
+        try:
+            body(int(handle))
+        finally:
+            self.call("cuStreamEndCapture", self.stream)
+        self._add_child(graph, [loop], after)
+        return Graph(self, graph)
+
+    def _add_child(self, graph: Any, dependencies: list[Any], work: Callable[[], None]) -> Any:
+        child = self._captured(work)
+        node = self.call("cuGraphAddChildGraphNode", graph, dependencies, len(dependencies), child)
+        self.call("cuGraphDestroy", child)  # the node holds a copy
+        return node
+
+    def _captured(self, work: Callable[[], None]) -> Any:
         mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", self.stream, mode)
         try:
             work()
         finally:
             graph = self.call("cuStreamEndCapture", self.stream)
-        return Graph(self, graph)
+        return graph
 
 
 class DeviceArray:

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from trt_cpspec.nvrtc import SOURCES, Call, source_of, source_text
 
 HEADER = Path(__file__).with_name("kernel_shim.h")
-FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-w")
+# A kernel is called accept, and so is a function of the C library: -Bsymbolic binds ours.
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-w")
+GUARD, GUARD_BYTE = 4096, 0x5A
 
 
 class HostKernels:
-    """Kernels of one set of sizes; arguments are numpy arrays, read and written in place.
+    """Kernels of one set of sizes; what stands for device memory are copies of numpy arrays.
 
     Parameters
     ----------
@@ -34,10 +36,30 @@ class HostKernels:
         self._macros = {**macros, "__CUDA_ARCH__": str(arch)}
         self._folder = folder
         self._libraries: dict[str, ctypes.CDLL] = {}
+        self._memory: dict[int, tuple[NDArray[np.uint8], NDArray[np.generic]]] = {}
 
-    def address(self, array: NDArray[np.generic] | None) -> int:
-        """Return what stands for a device address."""
-        return 0 if array is None else array.ctypes.data
+    def upload(self, array: NDArray[np.generic]) -> int:
+        """Copy an array, aligned as device memory is and with guards around it, and return its address."""
+        raw = np.full(array.nbytes + 2 * GUARD + 16, GUARD_BYTE, np.uint8)
+        start = GUARD + -(raw.ctypes.data + GUARD) % 16
+        copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        address = int(raw.ctypes.data) + start
+        self._memory[address] = raw, copy
+        return address
+
+    def download(self, address: int, like: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Return what stands at an address."""
+        copy = self._memory[address][1]
+        assert copy.shape == like.shape
+        return copy.copy()
+
+    def free(self, address: int) -> None:
+        """Give memory back; a kernel must not have written around it."""
+        raw, copy = self._memory.pop(address)
+        start = address - int(raw.ctypes.data)
+        outside = np.concatenate([raw[:start], raw[start + copy.nbytes :]])
+        assert (outside == GUARD_BYTE).all(), "a kernel wrote outside of its array"
 
     def run(self, call: Call, *, order: int = 0) -> None:
         """Run one launch; ``order`` changes in which order warps and lanes run."""

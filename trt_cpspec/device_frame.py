@@ -1,0 +1,364 @@
+"""The frame on the device: prefill and all rounds of draft, verify and accept as one CUDA graph launch.
+
+The same rounds as :func:`trt_cpspec.frame.decode_frame`, with the kernels of :mod:`trt_cpspec.cuda_sampling` in place of
+numpy and the engine captured between them. A conditional node repeats the round for as long as a row of the batch
+misses codes; the host uploads once, launches once and waits once a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import CodePredictorSpec, Mode, SamplingParams, Window
+from .cuda import Device, DeviceArray, Graph
+from .cuda_sampling import NO_ERROR, REQUEST, KernelCalls, KernelSizes, request_array
+from .errors import NumericsError
+from .frame import Codes, FrameResult, Round
+from .nvrtc import Call, KernelLibrary
+from .sampling import Use
+from .tensorfile import TensorFile
+from .trt_session import TensorRTDecoderSession
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTables:
+    """The side files of a CodePredictor in device memory, in their stored dtype.
+
+    Attributes
+    ----------
+    heads : DeviceArray
+        ``[G - 1, V, C]``.
+    embeddings : DeviceArray
+        ``[G - 1, V, Ht]``.
+    talker_embedding : DeviceArray
+        ``[Vt, Ht]``.
+    projection : tuple of DeviceArray, or None
+        ``small_to_mtp_projection``: weight ``[C, Ht]`` in the stored dtype, bias ``[C]`` float32.
+    dtype : {"F32", "F16"}
+    """
+
+    heads: DeviceArray
+    embeddings: DeviceArray
+    talker_embedding: DeviceArray
+    projection: tuple[DeviceArray, DeviceArray] | None
+    dtype: str
+
+    @classmethod
+    def from_dir(cls, device: Device, folder: Path, talker_dir: Path, spec: CodePredictorSpec) -> DeviceTables:
+        """Upload the tables of an engine folder, whose shapes the host side has checked."""
+        depths = range(spec.num_code_groups - 1)
+        heads = TensorFile(folder / "lm_heads.safetensors")
+        tables = TensorFile(folder / "codec_embeddings.safetensors")
+        projection = None
+        if (folder / "small_to_mtp_projection.safetensors").is_file():
+            file = TensorFile(folder / "small_to_mtp_projection.safetensors")
+            projection = (_uploaded(device, [file.map("weight")]), _uploaded(device, [file.read("bias")]))
+        return cls(
+            heads=_uploaded(device, [heads.map(f"lm_head_{depth}.weight") for depth in depths]),
+            embeddings=_uploaded(device, [tables.map(f"embedding_{depth}") for depth in depths]),
+            talker_embedding=_uploaded(device, [TensorFile(talker_dir / "embedding.safetensors").map("embedding")]),
+            projection=projection,
+            dtype=heads.info("lm_head_0.weight").dtype,
+        )
+
+
+def _uploaded(device: Device, parts: Sequence[NDArray[Any]]) -> DeviceArray:
+    """Upload arrays of one shape one behind the other."""
+    whole = device.empty((len(parts), *parts[0].shape), parts[0].dtype)
+    for index, part in enumerate(parts):
+        device.upload_at(whole.address + index * part.nbytes, np.ascontiguousarray(part))
+        device.synchronize()  # the part may be a mapped file's pages
+    return whole
+
+
+class DeviceFrames:
+    """Decodes frames on the device; keeps one :class:`_FrameGraph` for each batch, window and mode.
+
+    Parameters
+    ----------
+    session : TensorRTDecoderSession
+    tables : DeviceTables
+    spec : CodePredictorSpec
+    """
+
+    def __init__(self, session: TensorRTDecoderSession, tables: DeviceTables, spec: CodePredictorSpec) -> None:
+        self._session, self._tables, self._spec = session, tables, spec
+        self._sizes = KernelSizes(
+            codebook_size=spec.decoder.vocab_size,
+            num_code_groups=spec.num_code_groups,
+            hidden_size=spec.decoder.hidden_size,
+            talker_hidden_size=spec.talker_hidden_size,
+            weight_dtype=tables.dtype,
+        )
+        self._library = KernelLibrary(self._sizes.macros())
+        self._graphs: dict[tuple[int, int, Mode], _FrameGraph] = {}
+        self._buffers: object = None
+
+    def decode(
+        self,
+        talker_hidden: NDArray[np.float32],
+        code0: Codes,
+        rows: Sequence[tuple[SamplingParams, int, int]],
+        *,
+        window: Window,
+        mode: Mode,
+    ) -> FrameResult:
+        """Decode one frame for every row of a batch.
+
+        Parameters
+        ----------
+        talker_hidden : ndarray, shape [B, Ht], float32
+        code0 : ndarray, shape [B], int32
+        rows : sequence of (SamplingParams, seed, frame)
+        window : Window
+        mode : {"rejection", "coupled"}
+
+        Raises
+        ------
+        NumericsError
+            The model gave logits that describe no law, in row ``error.row``.
+        """
+        batch = len(rows)
+        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
+        if self._buffers is not self._session.buffers:  # a graph is bound to the memory that it was captured with
+            self._graphs, self._buffers = {}, self._session.buffers
+        key = (batch, window.max_drafts, mode)
+        if key not in self._graphs:
+            self._graphs[key] = _FrameGraph(self._session, self._tables, self._sizes, self._library, *key)
+        return self._graphs[key].decode(talker_hidden, code0, rows, window)
+
+
+class _Block:
+    """Several arrays in one piece of memory, on the device and page-locked on the host, copied together."""
+
+    def __init__(self, device: Device, layout: dict[str, tuple[tuple[int, ...], Any]]) -> None:
+        offsets, total = {}, 0
+        for name, (shape, dtype) in layout.items():
+            offsets[name] = total
+            total += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._device_side = device.zeros((total,), np.uint8)
+        self._host_side = device.pinned((total,), np.uint8)
+        self._device = device
+        self.host: dict[str, NDArray[Any]] = {}
+        self.address: dict[str, int] = {}
+        for name, (shape, dtype) in layout.items():
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            self.host[name] = self._host_side[offsets[name] : offsets[name] + size].view(dtype).reshape(shape)
+            self.address[name] = self._device_side.address + offsets[name]
+
+    def upload(self) -> None:
+        """Copy all arrays to the device, on the stream."""
+        self._device.upload(self._device_side, self._host_side)
+
+    def download(self) -> None:
+        """Copy all arrays to the host, on the stream."""
+        self._device.download(self._host_side, self._device_side)
+
+
+class _FrameGraph:
+    """The captured frame of one batch, number of drafts and mode."""
+
+    def __init__(
+        self,
+        session: TensorRTDecoderSession,
+        tables: DeviceTables,
+        sizes: KernelSizes,
+        library: KernelLibrary,
+        batch: int,
+        drafts: int,
+        mode: Mode,
+    ) -> None:
+        self._device, self._session, self._tables = session.device, session, tables
+        self._calls, self._library = KernelCalls(sizes), library
+        self._batch, self._drafts, self._coupled = batch, drafts, mode == "coupled"
+        self._groups, self._width = sizes.num_code_groups, drafts + 1
+        groups, codebook = sizes.num_code_groups, sizes.codebook_size
+        self._input = _Block(
+            self._device,
+            {"requests": ((batch,), REQUEST), "talker_hidden": ((batch, sizes.talker_hidden_size), np.float32)},
+        )
+        self._state = _Block(
+            self._device,
+            {
+                "codes": ((batch, groups), np.int32),
+                "history": ((batch, groups, 3), np.int32),
+                "rounds": ((batch,), np.int32),
+                "errors": ((batch,), np.int32),
+            },
+        )
+        self._last = self._device.zeros((batch,), np.int32)
+        self._states = self._device.zeros((batch,), np.int32)
+        self._logits = self._device.zeros((batch, self._width, codebook), np.float32)
+        self._picks = self._device.zeros((batch, self._width), np.int32)
+        self._draft_codes = self._device.zeros((batch, max(drafts, 1)), np.int32)
+        # Coupled mode compares codes, and a plain step commits its pick: neither looks at a law.
+        needs_laws = drafts > 0 and not self._coupled
+        self._target_laws = self._device.zeros((batch, self._width, codebook), np.float32) if needs_laws else None
+        self._draft_laws = self._device.zeros((batch, drafts, codebook), np.float32) if needs_laws else None
+        self._graph = self._captured()
+
+    def decode(
+        self,
+        talker_hidden: NDArray[np.float32],
+        code0: Codes,
+        rows: Sequence[tuple[SamplingParams, int, int]],
+        window: Window,
+    ) -> FrameResult:
+        """Fill the page-locked inputs, launch, wait, and read what came back."""
+        self._input.host["requests"][...] = request_array(rows)
+        self._input.host["talker_hidden"][...] = talker_hidden
+        self._state.host["codes"][:, 0] = code0
+        self._graph.launch()
+        self._device.synchronize()
+        errors = self._state.host["errors"]
+        if (errors != NO_ERROR).any():
+            row = int(np.argmin(errors))
+            raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
+        counts = self._state.host["rounds"].tolist()
+        history = self._state.host["history"].tolist()
+        rounds = [[Round(*entry) for entry in entries[:count]] for entries, count in zip(history, counts, strict=True)]
+        return FrameResult(codes=self._state.host["codes"].copy(), rounds=rounds, window=window)
+
+    def _captured(self) -> Graph:
+        # TensorRT sets up on a context's first pass, which a capture cannot hold.
+        for length in {2, self._width}:
+            self._session.buffers.enqueue(length)
+        self._device.synchronize()
+        return self._device.capture_loop(self._begin, self._round, self._state.download)
+
+    def _begin(self) -> None:
+        """Prefill, the first code, and the first drafts."""
+        self._input.upload()
+        self._state.upload()
+        buffers, state = self._session.buffers, self._state.address
+        weight, bias = self._projection()
+        self._run(
+            self._calls.start_frame(
+                talker_hidden=self._input.address["talker_hidden"],
+                talker_table=self._tables.talker_embedding.address,
+                projection=weight,
+                bias=bias,
+                codes=state["codes"],
+                embeds=buffers.embeds.address,
+                positions=buffers.positions.address,
+                last=self._last.address,
+                states=self._states.address,
+                rounds=state["rounds"],
+                errors=state["errors"],
+                rows=self._batch,
+            )
+        )
+        buffers.enqueue(2)
+        second_row = buffers.hidden.address + buffers.hidden.shape[-1] * buffers.hidden.dtype.itemsize
+        self._heads(second_row, rows_of_hidden=2, width=1, deepest=1, read_states=True)
+        self._select(self._picks, None, Use.TARGET, width=1, deepest=1)
+        self._accept(drafts=0, record=False)
+        self._draft(second_row, rows_of_hidden=2)
+
+    def _round(self, handle: int) -> None:
+        """Verify the drafts, commit, draft the next, and say whether a row misses codes."""
+        buffers, state = self._session.buffers, self._state.address
+        weight, bias = self._projection()
+        self._run(
+            self._calls.embed_project(
+                tables=self._tables.embeddings.address,
+                projection=weight,
+                bias=bias,
+                codes=state["codes"],
+                drafts=self._draft_codes.address,
+                last=self._last.address,
+                embeds=buffers.embeds.address,
+                positions=buffers.positions.address,
+                rows=self._batch,
+                drafts_per_row=self._drafts,
+                padding=buffers.slots - 1,
+            )
+        )
+        buffers.enqueue(self._width)
+        self._heads(
+            buffers.hidden.address,
+            rows_of_hidden=self._width,
+            width=self._width,
+            deepest=self._groups - 1,
+            read_states=False,
+        )
+        self._select(self._picks, self._target_laws, Use.TARGET, width=self._width, deepest=self._groups - 1)
+        self._accept(drafts=self._drafts, record=True)
+        self._draft(buffers.hidden.address, rows_of_hidden=self._width)
+        self._run(self._calls.repeat_round(handle=handle, last=self._last.address, rows=self._batch))
+
+    def _draft(self, hidden: int, *, rows_of_hidden: int) -> None:
+        if self._drafts == 0:
+            return
+        deepest = self._groups - 2
+        self._heads(hidden, rows_of_hidden=rows_of_hidden, width=self._drafts, deepest=deepest, read_states=True)
+        use = Use.TARGET if self._coupled else Use.DRAFT
+        self._select(self._draft_codes, self._draft_laws, use, width=self._drafts, deepest=deepest)
+
+    def _heads(self, hidden: int, *, rows_of_hidden: int, width: int, deepest: int, read_states: bool) -> None:
+        self._run(
+            self._calls.draft_heads(
+                heads=self._tables.heads.address,
+                hidden=hidden,
+                states=self._states.address if read_states else 0,
+                last=self._last.address,
+                logits=self._logits.address,
+                rows=self._batch,
+                width=width,
+                rows_of_hidden=rows_of_hidden,
+                deepest=deepest,
+            )
+        )
+
+    def _select(self, codes: DeviceArray, laws: DeviceArray | None, use: Use, *, width: int, deepest: int) -> None:
+        self._run(
+            self._calls.select_sample(
+                logits=self._logits.address,
+                requests=self._input.address["requests"],
+                last=self._last.address,
+                codes=codes.address,
+                laws=laws.address if laws else 0,
+                errors=self._state.address["errors"],
+                rows=self._batch,
+                width=width,
+                use=use,
+                deepest=deepest,
+            )
+        )
+
+    def _accept(self, *, drafts: int, record: bool) -> None:
+        state = self._state.address
+        self._run(
+            self._calls.accept(
+                drafts=self._draft_codes.address,
+                draft_laws=self._draft_laws.address if self._draft_laws else 0,
+                picks=self._picks.address,
+                target_laws=self._target_laws.address if self._target_laws else 0,
+                requests=self._input.address["requests"],
+                last=self._last.address,
+                codes=state["codes"],
+                states=self._states.address,
+                rounds=state["rounds"] if record else 0,
+                history=state["history"] if record else 0,
+                rows=self._batch,
+                drafts_per_row=drafts,
+                coupled=self._coupled,
+            )
+        )
+
+    def _projection(self) -> tuple[int, int]:
+        if self._tables.projection is None:
+            return 0, 0
+        weight, bias = self._tables.projection
+        return weight.address, bias.address
+
+    def _run(self, call: Call) -> None:
+        self._library.run_on(self._device.stream, call)
