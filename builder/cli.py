@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,57 +12,66 @@ from typing import Any
 import click
 
 from trt_cpspec import __version__
-from trt_cpspec.cli import SEED, PathOption, inspect, progress_bar, reports_errors, tts
+from trt_cpspec.cli import SEED, PathOption, inspect, progress_bar, reports_errors, set_up_logging, tts
 from trt_cpspec.config import MAX_VERIFY_SIZE
+from trt_cpspec.errors import ConfigError
 
 from .demo import run_demo
+from .engine import Backend, EngineOptions, Report, choose_backend
+from .rebuild import RebuildOptions, rebuild
 from .tts import BuildOptions, TtsBuild
+
+logger = logging.getLogger(__name__)
+
+_REPORT_STEPS = 1000
 
 
 @click.command("cpspec-build", context_settings={"help_option_names": ["--help", "-h"]})
+@click.option("--checkpointDir", "checkpoint_dir", type=PathOption, help="Official Hugging Face Qwen3-TTS checkpoint.")
 @click.option(
-    "--checkpointDir",
-    "checkpoint_dir",
-    required=True,
+    "--onnxDir",
+    "onnx_dir",
     type=PathOption,
-    help="Official Hugging Face Qwen3-TTS checkpoint.",
+    help="Instead: a folder of exported graphs, one component or a tree, of cpspec-build or Edge-LLM.",
 )
 @click.option(
-    "--engineDir", "engine_dir", required=True, type=PathOption, help="Receives talker, code_predictor and code2wav."
+    "--engineDir",
+    "engine_dir",
+    required=True,
+    type=PathOption,
+    help="Receives the components. Without --checkpointDir and --onnxDir, the plans of its own graphs are built again.",
+)
+@click.option(
+    "--backend",
+    "backend_name",
+    metavar="tensorrt|tensorrt_rtx|onnxruntime",
+    help="What the engines are for.  [default: the first that is installed]",
 )
 @click.option(
     "--precision",
-    metavar="fp32|fp16",
-    default="fp32",
-    show_default=True,
-    help="How weights are stored. The codec is always FP32.",
+    metavar="fp32|fp16|bf16",
+    help="How weights are stored; the codec is always FP32.  [default: fp16, and fp32 for onnxruntime]",
 )
 @click.option(
     "--maxInputLen",
     "max_input_len",
     metavar="N",
     type=int,
-    default=1024,
-    show_default=True,
-    help="Rows of the Talker's prefill: longest text, in tokens.",
+    help="Rows of the Talker's prefill: longest text, in tokens.  [default: 1024]",
 )
 @click.option(
     "--maxKVCacheCapacity",
     "max_kv_cache_capacity",
     metavar="N",
     type=int,
-    default=4096,
-    show_default=True,
-    help="Positions of the Talker: prefill rows and frames.",
+    help="Positions of the Talker: prefill rows and frames.  [default: 4096]",
 )
 @click.option(
     "--maxBatchSize",
     "max_batch_size",
     metavar="N",
     type=int,
-    default=4,
-    show_default=True,
-    help="Texts that can be spoken at once.",
+    help="Texts that can be spoken at once.  [default: 4]",
 )
 @click.option(
     "--maxVerifySize",
@@ -70,18 +82,122 @@ from .tts import BuildOptions, TtsBuild
     show_default=True,
     help="Positions of one CodePredictor pass; 1 builds an engine that cannot verify.",
 )
+@click.option(
+    "--onlyCodePredictor", "only_code_predictor", is_flag=True, help="Build that plan and touch nothing else."
+)
+@click.option("--dryRun", "dry_run", is_flag=True, help="Print the profiles before and after, and build nothing.")
+@click.option("--noBackup", "no_backup", is_flag=True, help="Do not keep the former plan as llm.engine.bak.")
+@click.option("--timingCache", "timing_cache", type=PathOption, help="File of TensorRT's timings, read and updated.")
+@click.option("--builderOptimizationLevel", "optimization_level", metavar="N", type=int, help="TensorRT's own, 0 to 5.")
+@click.option("--workspaceMiB", "workspace_mib", metavar="N", type=int, help="Memory a tactic may use.")
+@click.option(
+    "--computeCapability",
+    "compute_capabilities",
+    metavar="X.Y",
+    multiple=True,
+    help="Of the GPU to build for, as 8.6; TensorRT-RTX builds without a GPU. May be repeated.",
+)
+@click.option(
+    "--pluginLibrary",
+    "plugin_libraries",
+    type=PathOption,
+    multiple=True,
+    help="Library of custom operators that a graph uses. May be repeated.",
+)
 @reports_errors
-def build(checkpoint_dir: Path, engine_dir: Path, **options: Any) -> None:
-    """Build the engines of a Qwen3-TTS checkpoint.
+def build(
+    checkpoint_dir: Path | None,
+    onnx_dir: Path | None,
+    engine_dir: Path,
+    backend_name: str | None,
+    precision: str | None,
+    max_verify_size: int,
+    only_code_predictor: bool,
+    dry_run: bool,
+    no_backup: bool,
+    **options: Any,
+) -> None:
+    """Build the engines of a Qwen3-TTS checkpoint, or the plans of graphs that exist already.
 
     Engines of an earlier build in the same folder are replaced when the new ones are complete.
     """
-    with TtsBuild(checkpoint_dir, engine_dir, BuildOptions(**options)) as run:
+    set_up_logging(debug=False)
+    limit_names = ("max_input_len", "max_kv_cache_capacity", "max_batch_size")
+    limits = {name: value for name in limit_names if (value := options.pop(name)) is not None}
+    engine = EngineOptions(
+        **options | {key: tuple(options[key]) for key in ("compute_capabilities", "plugin_libraries")}
+    )
+    if checkpoint_dir is not None:
+        for given, name in (
+            (onnx_dir, "--onnxDir"),
+            (only_code_predictor, "--onlyCodePredictor"),
+            (dry_run, "--dryRun"),
+        ):
+            if given:
+                raise ConfigError(f"{name} builds from graphs and --checkpointDir from a checkpoint: give one of them")
+        backend = _chosen(backend_name)
+        precision = precision or ("fp32" if backend.binding is None else "fp16")
+        choices = BuildOptions(precision=precision, max_verify_size=max_verify_size, **limits)
+        _build_checkpoint(checkpoint_dir, engine_dir, choices, backend, engine)
+        click.echo(f"{engine_dir}")
+        return
+    if precision is not None:
+        raise ConfigError(
+            "--precision goes with --checkpointDir: an exported graph has the types that it was written in"
+        )
+    rebuild_options = RebuildOptions(
+        max_verify_size=max_verify_size,
+        limits=limits,
+        engine=engine,
+        only_code_predictor=only_code_predictor,
+        dry_run=dry_run,
+        backup=not no_backup,
+    )
+    plan_backend = None if dry_run else _chosen(backend_name)
+    with _reporting("plans") as report:
+        outcomes = rebuild(onnx_dir, engine_dir, plan_backend, rebuild_options, report=report)
+    for outcome in outcomes:
+        click.echo(str(outcome))
+        if dry_run and outcome.table:
+            click.echo(outcome.table)
+
+
+def _build_checkpoint(
+    checkpoint_dir: Path, engine_dir: Path, choices: BuildOptions, backend: Backend, engine: EngineOptions
+) -> None:
+    with TtsBuild(checkpoint_dir, engine_dir, choices, backend=backend, engine_options=engine) as run:
         for name, steps, write in run.components:
             with progress_bar(name, steps) as update:
                 write(partial(update, 1))
+            if backend.binding is not None:
+                with _reporting(f"{name} plan") as report:
+                    run.build_plan(name, report)
         run.commit()
-    click.echo(f"{engine_dir}")
+
+
+def _chosen(name: str | None) -> Backend:
+    """Choose the backend and say which it is."""
+    backend = choose_backend(name)
+    click.echo(f"backend: {backend.title}", err=True)
+    return backend
+
+
+@contextmanager
+def _reporting(label: str) -> Iterator[Report]:
+    """Show what TensorRT reports: a bar where its version measures progress, else a line for each phase."""
+    with progress_bar(label, _REPORT_STEPS) as update:
+        done_steps = 0
+
+        def report(phase: str, done: float | None) -> None:
+            nonlocal done_steps
+            if done is None:
+                logger.info("%s: %s", label, phase)
+                return
+            steps = int(done * _REPORT_STEPS)
+            update(steps - done_steps, phase)
+            done_steps = steps
+
+        yield report
 
 
 @click.command("demo")

@@ -7,7 +7,13 @@ Row ``t`` writes slot ``positions[b, t]`` and reads the slots up to it, so a rew
 
 The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head, rotary embedding (for speech the
 three axes of the Talker's multimodal rotary embedding are equal, so it is the plain one), grouped-query attention,
-SwiGLU. Everything but the stored weights is FP32 (design decision 9).
+SwiGLU.
+
+Types (design decision 9): a strongly typed TensorRT network computes each node in the types written here. The residual
+stream, norms, rotary angles, softmax, ``silu(gate) * up`` and the ``down_proj`` product are FP32; the other products
+take their input in the weights' type and give it back in FP32 where ``narrow`` is set. Without it they widen their
+weights, which ONNX Runtime does once, when it loads the graph: a CPU has no FP16 product, and would convert at every
+pass. The cache, and with it the two products of attention, has a type of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from onnx import TensorProto
 from trt_cpspec.config import DecoderSpec
 
 from .checkpoint import Weights
-from .graph import GraphWriter, transposed
+from .graph import ELEMENT, GraphWriter, transposed
 
 MASKED = np.float32(-1e30)
 """Added to the score of a slot that a row must not see."""
@@ -34,6 +40,8 @@ def write_decoder(
     prefix: str,
     *,
     dtype: str,
+    narrow: bool = False,
+    cache_dtype: str = "F32",
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the nodes and weights of a decoder.
@@ -46,11 +54,15 @@ def write_decoder(
     prefix : str
         Of the tensor names: ``talker.model`` or ``talker.code_predictor.model``.
     dtype : str
-        ``F32`` or ``F16``, the type in which weights are stored.
+        ``F32``, ``F16`` or ``BF16``: the type in which weights are stored.
+    narrow : bool
+        Compute the products with them in that type too, but for ``down_proj``: for TensorRT.
+    cache_dtype : str
+        The same for the KV cache: the type of its inputs and outputs.
     progress : callable
         Called after each layer.
     """
-    layer_writer = _LayerWriter(graph, spec, weights, prefix, dtype)
+    layer_writer = _LayerWriter(graph, spec, weights, prefix, dtype, cache_dtype, narrow=narrow)
     hidden = graph.input("inputs_embeds", TensorProto.FLOAT, ["batch", "length", spec.hidden_size])
     for index in range(spec.num_hidden_layers):
         hidden = layer_writer.layer(index, hidden)
@@ -62,8 +74,22 @@ def write_decoder(
 class _LayerWriter:
     """What the layers share: position-dependent values, and how a linear layer is written."""
 
-    def __init__(self, graph: GraphWriter, spec: DecoderSpec, weights: Weights, prefix: str, dtype: str) -> None:
+    def __init__(
+        self,
+        graph: GraphWriter,
+        spec: DecoderSpec,
+        weights: Weights,
+        prefix: str,
+        dtype: str,
+        cache_dtype: str,
+        *,
+        narrow: bool,
+    ) -> None:
         self.graph, self.spec, self.weights, self.prefix, self.dtype = graph, spec, weights, prefix, dtype
+        self.product_element = ELEMENT[dtype] if narrow else TensorProto.FLOAT
+        self.element, self.cache_element = ELEMENT[dtype], ELEMENT[cache_dtype]
+        self._types: dict[str, int] = {}  # of the values that are not FP32
+        self._casts: dict[tuple[str, int], str] = {}
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.cache_shape: list[int | str] = ["batch", spec.num_key_value_heads, "slots", spec.head_dim]
         positions = graph.input("positions", TensorProto.INT32, ["batch", "length"])
@@ -92,18 +118,33 @@ class _LayerWriter:
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(self.spec.rms_norm_eps, np.float32)))
         return graph.op("Div", value, root)
 
-    def _linear(self, value: str, names: list[str], widths: list[int], inner: int) -> str:
-        """Write one product with several ``[out, in]`` weights side by side."""
+    def _linear(self, value: str, names: list[str], widths: list[int], inner: int, *, wide: bool = False) -> str:
+        """Write one product with several ``[out, in]`` weights side by side; ``wide`` computes it in FP32."""
 
         def blocks() -> NDArray[np.float32]:
             parts = [self.weights.read(name, (width, inner)) for name, width in zip(names, widths, strict=True)]
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
         label = "+".join([names[0], *(name.rsplit(".", 2)[1] for name in names[1:])])
-        stored = self.graph.weight(label, [inner, sum(widths)], transposed(blocks), self.dtype)
-        if self.dtype != "F32":
-            stored = self.graph.op("Cast", stored, to=TensorProto.FLOAT)
-        return self.graph.op("MatMul", value, stored)
+        stored = self._typed(
+            self.graph.weight(label, [inner, sum(widths)], transposed(blocks), self.dtype), self.element
+        )
+        element = TensorProto.FLOAT if wide else self.product_element
+        product = self.graph.op("MatMul", self._cast(value, element), self._cast(stored, element))
+        return self._cast(self._typed(product, element), TensorProto.FLOAT)
+
+    def _typed(self, value: str, element: int) -> str:
+        """Note the type of a value."""
+        self._types[value] = element
+        return value
+
+    def _cast(self, value: str, element: int) -> str:
+        """Return the value in a float type; each value is cast to it once."""
+        if self._types.get(value, TensorProto.FLOAT) == element:
+            return value
+        if (value, element) not in self._casts:
+            self._casts[value, element] = self._typed(self.graph.op("Cast", value, to=element), element)
+        return self._casts[value, element]
 
     def _write_rotary(self, positions: str) -> None:
         graph, half = self.graph, self.spec.head_dim // 2
@@ -132,15 +173,17 @@ class _LayerWriter:
         folded = graph.op(
             "Reshape", queries, graph.constant([0, spec.num_key_value_heads, -1, spec.head_dim], np.int64)
         )
+        folded = self._cast(folded, self.cache_element)
         scores = graph.op("MatMul", folded, graph.op("Transpose", keys, perm=[0, 1, 3, 2]))
-        masked = graph.op("Add", scores, self._mask_of(keys))
-        mixed = graph.op("MatMul", graph.op("Softmax", masked, axis=-1), values)
+        scores = self._cast(self._typed(scores, self.cache_element), TensorProto.FLOAT)
+        shares = graph.op("Softmax", graph.op("Add", scores, self._mask_of(keys)), axis=-1)
+        mixed = graph.op("MatMul", self._cast(shares, self.cache_element), values)
         unfolded = graph.op(
             "Reshape", mixed, graph.constant([0, spec.num_attention_heads, -1, spec.head_dim], np.int64)
         )
         rows = graph.op("Transpose", unfolded, perm=[0, 2, 1, 3])
         width = spec.num_attention_heads * spec.head_dim
-        flat = graph.op("Reshape", rows, graph.constant([0, 0, width], np.int64))
+        flat = self._typed(graph.op("Reshape", rows, graph.constant([0, 0, width], np.int64)), self.cache_element)
         return self._linear(flat, [f"{name}.o_proj.weight"], [spec.hidden_size], width)
 
     def _query_key_value(self, name: str, hidden: str) -> tuple[str, str, str]:
@@ -168,14 +211,15 @@ class _LayerWriter:
 
     def _cached(self, kind: str, index: int, rows: str) -> str:
         """Write the rows ``[B, kv, T, headDim]`` into their slots and return the whole cache."""
-        past = self.graph.input(f"past_{kind}_{index}", TensorProto.FLOAT, self.cache_shape)
+        past = self.graph.input(f"past_{kind}_{index}", self.cache_element, self.cache_shape)
+        rows = self._cast(rows, self.cache_element)
         if self._slots is None:
             column = self.graph.op("Unsqueeze", self._positions, self.graph.constant([1, 3], np.int64))
             self._slots = self.graph.op("Expand", column, self.graph.op("Shape", rows))
         name = f"present_{kind}_{index}"
         self.graph.op("ScatterElements", past, self._slots, rows, output=name, axis=2)
-        self.graph.rename_output(name, TensorProto.FLOAT, self.cache_shape)
-        return name
+        self.graph.rename_output(name, self.cache_element, self.cache_shape)
+        return self._typed(name, self.cache_element)
 
     def _mask_of(self, cache: str) -> str:
         """Return the additive mask ``[B, 1, group * T, S]``: 0 up to the row's own slot, else a large negative."""
@@ -195,4 +239,4 @@ class _LayerWriter:
         names, inner = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"], spec.intermediate_size
         gate, up = graph.op_n("Split", [self._linear(hidden, names, [inner, inner], spec.hidden_size)], 2, axis=-1)
         activated = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-        return self._linear(activated, [f"{name}.down_proj.weight"], [spec.hidden_size], inner)
+        return self._linear(activated, [f"{name}.down_proj.weight"], [spec.hidden_size], inner, wide=True)

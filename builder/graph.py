@@ -29,7 +29,9 @@ IR_VERSION = 8
 GRAPH_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"
 _ALIGNMENT = 64
-_ELEMENT = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16}
+ELEMENT = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16, "BF16": TensorProto.BFLOAT16}
+"""ONNX's number of each stored type."""
+
 
 Blocks = Iterable[NDArray[np.float32]]
 
@@ -114,12 +116,12 @@ class GraphWriter:
         blocks : iterable of ndarray, float32
             Their values, in order, fill ``shape``.
         dtype : str
-            ``F32`` or ``F16``, as stored.
+            ``F32``, ``F16`` or ``BF16``, as stored.
         """
         self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
         offset = self._data.tell()
         length = sum(self._data.write(encode(block, dtype, name)) for block in blocks)
-        tensor = TensorProto(name=name, data_type=_ELEMENT[dtype], dims=list(shape), data_location=TensorProto.EXTERNAL)
+        tensor = TensorProto(name=name, data_type=ELEMENT[dtype], dims=list(shape), data_location=TensorProto.EXTERNAL)
         for key, value in (("location", DATA_FILE), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         if length != int(np.prod(shape, dtype=np.int64)) * (4 if dtype == "F32" else 2):

@@ -18,13 +18,18 @@ from trt_cpspec.tensorfile import StreamedTensor, write_tensors
 from .checkpoint import SPECIAL_CODES, TtsCheckpoint, Weights, read_checkpoint
 from .code2wav import CodecSpec, read_codec_spec, write_code2wav
 from .decoder import write_decoder
+from .engine import Backend, EngineOptions, Report, check_precision
 from .graph import GRAPH_FILE, GraphWriter
+from .rebuild import Outcome, RebuildOptions, build_component
 
 Progress = Callable[[], None]
 
+ONNX_RUNTIME = Backend(name="onnxruntime", binding=None)
+"""The backend that runs the graphs as they are."""
+
 COMPONENTS = ("talker", "code_predictor", "code2wav")
 PROJECTION = "talker.code_predictor.small_to_mtp_projection"
-PRECISIONS = {"fp32": "F32", "fp16": "F16"}
+PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 CONFIG_FILE = "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
 _NATIVE_TEMPLATE_MARKER = "chat_template.model"
@@ -54,11 +59,6 @@ class BuildOptions:
     max_verify_size: int = MAX_VERIFY_SIZE
 
     def __post_init__(self) -> None:
-        if self.precision == "bf16":
-            raise ConfigError(
-                "precision bf16 is not possible on this backend: ONNX Runtime's CPU MatMul has no BF16; "
-                "give fp32 (exact for BF16 checkpoints) or fp16"
-            )
         if self.precision not in PRECISIONS:
             raise ConfigError(f"unknown precision {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
         for name in ("max_input_len", "max_kv_cache_capacity", "max_batch_size", "max_verify_size"):
@@ -88,6 +88,10 @@ class TtsBuild:
     ----------
     checkpoint_dir, engine_dir : Path
     options : BuildOptions
+    backend : Backend
+        What the graphs are written for; plans are built by :meth:`build_plan`.
+    engine_options : EngineOptions or None
+        How plans are built.
 
     Raises
     ------
@@ -95,7 +99,18 @@ class TtsBuild:
         The checkpoint cannot be built, or the options do not fit it. Nothing has been written then.
     """
 
-    def __init__(self, checkpoint_dir: Path, engine_dir: Path, options: BuildOptions) -> None:
+    def __init__(
+        self,
+        checkpoint_dir: Path,
+        engine_dir: Path,
+        options: BuildOptions,
+        *,
+        backend: Backend = ONNX_RUNTIME,
+        engine_options: EngineOptions | None = None,
+    ) -> None:
+        self._backend, self._engine_options = backend, engine_options or EngineOptions()
+        self._narrow = backend.binding is not None
+        _check_precision(options.precision, backend)
         self.checkpoint = read_checkpoint(checkpoint_dir)
         self.codec = read_codec_spec(checkpoint_dir)
         self.weights = Weights(checkpoint_dir)
@@ -129,12 +144,15 @@ class TtsBuild:
             self.engine_dir.rmdir()  # succeeds only when this build made nothing of it
 
     def commit(self) -> None:
-        """Put the built components in place of older ones."""
+        """Put the built components in place of older ones, which are removed when all the new ones are there."""
         for component in COMPONENTS:
             _check_replaceable(self.engine_dir / component)
+        former = self._staging / "former"
+        former.mkdir()
         for component in COMPONENTS:
             target = self.engine_dir / component
-            shutil.rmtree(target, ignore_errors=True)
+            if target.exists():
+                target.rename(former / component)
             (self._staging / component).rename(target)
 
     @property
@@ -196,13 +214,23 @@ class TtsBuild:
         _write_json(folder / CONFIG_FILE, self._predictor_config())
         progress()
 
+    def build_plan(self, component: str, report: Report) -> Outcome:
+        """Build the plan of a component that has been written, for the backend at hand."""
+        options = RebuildOptions(
+            max_verify_size=self.options.max_verify_size, engine=self._engine_options, backup=False
+        )
+        folder = self._staging / component
+        return build_component(folder, folder, self._backend, options, report=report)
+
     def build_code2wav(self, progress: Progress = lambda: None) -> None:
         """Write ``code2wav/``: the codec's decoder, in FP32."""
         write_code2wav(self.checkpoint.folder, self._staging / "code2wav", progress)
 
     def _write_graph(self, folder: Path, name: str, spec: DecoderSpec, prefix: str, progress: Progress) -> None:
         with GraphWriter(folder, name) as graph:
-            write_decoder(graph, spec, self.weights, prefix, dtype=self.options.dtype, progress=progress)
+            write_decoder(
+                graph, spec, self.weights, prefix, dtype=self.options.dtype, narrow=self._narrow, progress=progress
+            )
             graph.save()
 
     def _side_file(self, folder: Path, stem: str, sources: dict[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -258,10 +286,20 @@ class TtsBuild:
         # A frame stands at positions 0 to G - 1; drafts never reach beyond, the rest is room for padding.
         config["builder_config"] |= {
             "max_input_len": max(2, options.max_verify_size),
-            "max_kv_cache_capacity": ck.num_code_groups + options.max_verify_size,
+            "max_kv_cache_capacity": ck.num_code_groups + MAX_VERIFY_SIZE,
             "max_verify_size": options.max_verify_size,
         }
         return config
+
+
+def _check_precision(precision: str, backend: Backend) -> None:
+    if backend.binding is not None:
+        check_precision(backend.binding, precision)
+    elif precision == "bf16":
+        raise ConfigError(
+            "precision bf16 is not possible on this backend: ONNX Runtime's CPU MatMul has no BF16; "
+            "give fp32 (exact for BF16 checkpoints) or fp16"
+        )
 
 
 def _check_codec(checkpoint: TtsCheckpoint, codec: CodecSpec) -> None:

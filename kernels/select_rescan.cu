@@ -28,7 +28,7 @@ __device__ __forceinline__ u64 smallest(Shared& s, u64 value) {
   return found;
 }
 
-KERNEL __launch_bounds__(BLOCK)
+KERNEL __launch_bounds__(BLOCK, 1)
     select_rescan(const float* __restrict__ logits, const Request* __restrict__ requests,
                   const int* __restrict__ last, int* __restrict__ codes, float* __restrict__ laws,
                   int* __restrict__ errors, int use, int deepest) {

@@ -3,7 +3,7 @@
 // Layout   logits [B, W, V] f32, 16-byte aligned; requests [B]; last [B]: depth of each row's last committed code;
 //          out: codes [B, W] i32, laws [B, W, V] f32 (or null), errors [B] i32.
 //          Entry w of row b belongs to depth last[b] + 1 + w; above `deepest` there is nothing to do.
-// Launch   grid (W, B), block THREADS: the power of two in [32, 1024] that is at least V / 4.
+// Launch   grid (W, B), block THREADS: a power of two in [32, 512], the one that is at least V / 4, or 512.
 // Limits   V <= 4096; cost does not depend on top_k or top_p.
 // Errors   A NaN, a +inf or a row without a finite value: errors[b] becomes the smallest such depth (set it to
 //          0x7F7F7F7F before the frame), the code is 0 and the law one-hot, so that whatever follows stays in bounds.
@@ -17,7 +17,7 @@
 // so the cost is bounded for any input. Masses are integers (39 bits of fraction): sums do not depend on the order of
 // the additions, and a run repeats bit by bit.
 
-#define ITEMS 4
+#define ITEMS (V <= 4 * THREADS ? 4 : 8)
 #define CODE_BITS 12
 #define ORDER_BITS (32 + CODE_BITS)
 #define LISTED 64
@@ -27,12 +27,12 @@
 #define FIRST_DIGIT_REACH 40.0f  // temperatures below the largest logit; what is further down shares the last bin
 
 static_assert(V <= ITEMS * THREADS && V <= 1 << CODE_BITS, "select_sample_general.cu is for larger codebooks");
-static_assert((THREADS & (THREADS - 1)) == 0 && THREADS >= 32 && THREADS <= 1024, "THREADS");
+static_assert((THREADS & (THREADS - 1)) == 0 && THREADS >= 32 && THREADS <= 512, "THREADS");
 
 __device__ constexpr int log2_of(int value) { return value == 1 ? 0 : 1 + log2_of(value / 2); }
 constexpr int DIGIT_BITS = log2_of(THREADS);
 
-// A thread's four neighbouring entries.
+// A thread's neighbouring entries.
 struct Row {
   float logit[ITEMS];
   float weight[ITEMS];  // of the law, up to a factor
@@ -53,7 +53,10 @@ struct Row {
 // An entry of an array in registers, by an index that is not known at compile time.
 template <class T>
 __device__ __forceinline__ T at(const T (&array)[ITEMS], int item) {
-  return item == 0 ? array[0] : item == 1 ? array[1] : item == 2 ? array[2] : array[3];
+  T found = array[0];
+#pragma unroll
+  for (int i = 1; i < ITEMS; i++) found = i == item ? array[i] : found;
+  return found;
 }
 
 // The state of one keep_first. A mass is summed in two parts, so that 32-bit shared-memory atomics suffice.
@@ -109,7 +112,7 @@ __device__ __forceinline__ bool holds_limit(Measure before, Measure here, Measur
 template <class Measure, class LimitOf>
 __device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, LimitOf limit_of) {
   Measure sum = 0;
-#pragma unroll
+#pragma unroll 8
   for (int i = 0; i < WARPS; i++) sum += bin_sum(s, i * 32 + lane_id());
   const Measure inclusive = warp_inclusive_sum(sum), total = __shfl_sync(ALL_LANES, inclusive, 31);
   const Measure limit = first_pass ? limit_of(total) : s.limit;
@@ -204,25 +207,32 @@ struct Shared {
 };
 
 __device__ __forceinline__ void load_row(Row& row, const float* logits) {
-  const int first = threadIdx.x * ITEMS;
-  if (V % 4 == 0) {
-    const float4 none = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
-    const float4 four = first < V ? *reinterpret_cast<const float4*>(logits + first) : none;
-    row.logit[0] = four.x, row.logit[1] = four.y, row.logit[2] = four.z, row.logit[3] = four.w;
-  } else {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) row.logit[i] = first + i < V ? logits[first + i] : MINUS_INFINITY;
+  for (int i = 0; i < ITEMS; i += 4) {
+    const int code = Row::code(i);
+    float4 four = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+    if (V % 4 == 0) {
+      if (code < V) four = *reinterpret_cast<const float4*>(logits + code);
+    } else {
+      if (code < V) four.x = logits[code];
+      if (code + 1 < V) four.y = logits[code + 1];
+      if (code + 2 < V) four.z = logits[code + 2];
+      if (code + 3 < V) four.w = logits[code + 3];
+    }
+    row.logit[i] = four.x, row.logit[i + 1] = four.y, row.logit[i + 2] = four.z, row.logit[i + 3] = four.w;
   }
 }
 
 __device__ __forceinline__ void store_row(float* law, const float (&values)[ITEMS]) {
-  const int first = threadIdx.x * ITEMS;
-  if (V % 4 == 0) {
-    if (first < V) *reinterpret_cast<float4*>(law + first) = make_float4(values[0], values[1], values[2], values[3]);
-  } else {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-      if (first + i < V) law[first + i] = values[i];
+  for (int i = 0; i < ITEMS; i += 4) {
+    const int code = Row::code(i);
+    if (V % 4 == 0) {
+      if (code < V) *reinterpret_cast<float4*>(law + code) = make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+    } else {
+      for (int j = 0; j < 4; j++)
+        if (code + j < V) law[code + j] = values[i + j];
+    }
   }
 }
 
@@ -254,15 +264,21 @@ __device__ __forceinline__ bool find_range(Shared& s, Row& row, float temperatur
 // All threads; `alive` entries are the law: writes it, and finds what the pick is between.
 __device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 alive, const Request& request, u32 depth,
                                                 u32 use, float* law) {
-  u32 word[ITEMS] = {}, best = 0;
-  float score[ITEMS] = {MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY};
+  u32 word[ITEMS], best = 0;
+  float score[ITEMS];
   u64 mass = 0;
   if (alive) {
-    const uint4 words = philox(request.seed, request.frame, depth, use, threadIdx.x);
-    word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i += 4) {  // one Philox block covers four neighbouring codes
+      const uint4 words = philox(request.seed, request.frame, depth, use, Row::code(i) / 4);
+      word[i] = words.x, word[i + 1] = words.y, word[i + 2] = words.z, word[i + 3] = words.w;
+    }
   }
 #pragma unroll
-  for (int i = 0; i < ITEMS; i++) mass += alive >> i & 1 ? row.mass(i) : 0;
+  for (int i = 0; i < ITEMS; i++) {
+    score[i] = MINUS_INFINITY;
+    mass += alive >> i & 1 ? row.mass(i) : 0;
+  }
   // Each lane takes its own next entry, so that a warp goes round as often as its busiest lane must.
 #pragma unroll 1
   for (u32 left = alive; left; left &= left - 1) {

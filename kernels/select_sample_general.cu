@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 pick_up_to(Shared& s, const Row& row, u64 bound, 
   });
 }
 
-KERNEL __launch_bounds__(BLOCK)
+KERNEL __launch_bounds__(BLOCK, 1)
     select_sample_general(const float* __restrict__ logits, const Request* __restrict__ requests,
                           const int* __restrict__ last, int* __restrict__ codes, float* __restrict__ laws,
                           int* __restrict__ errors, int use, int deepest) {

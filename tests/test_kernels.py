@@ -1,6 +1,6 @@
 """The CUDA kernels against their numpy twins: on every CPU through a host shim, and on a device where there is one.
 
-Run the device half with ``CPSPEC_REQUIRE_GPU=1 pytest -m gpu tests/test_kernels.py``; without the variable it is skipped
+``CPSPEC_REQUIRE_GPU=1 pytest -m gpu tests/test_kernels.py`` runs the device half; without the variable it is skipped
 where no CUDA device is found.
 """
 
@@ -93,8 +93,8 @@ def select(kernels: Kernels, logits: Array, rows: Array, last: Array, *, use: Us
     batch, width, size = logits.shape
     arrays = {
         "logits": logits, "requests": rows, "last": last,
-        "codes": np.full((batch, width), UNTOUCHED, np.int32), "laws": np.full((batch, width, size), UNTOUCHED, np.float32),
-        "errors": np.full(batch, NO_ERROR, np.int32),
+        "codes": np.full((batch, width), UNTOUCHED, np.int32),
+        "laws": np.full((batch, width, size), UNTOUCHED, np.float32), "errors": np.full(batch, NO_ERROR, np.int32),
     }  # fmt: skip
     numbers = {"rows": batch, "width": width, "use": use, "deepest": kernels.sizes.num_code_groups - 1}
     after = kernels("select_sample", arrays, **(numbers | changes))
@@ -191,7 +191,9 @@ def test_temperature_0_is_argmax_and_ties_go_to_the_lower_code(make: MakeKernels
     logits[0, 0, codebook // 2 :] = 1.5
     logits[1, 0, [0, codebook - 1]] = [-0.0, 0.0]
     logits[2, 0, : codebook - 1] = -np.inf
-    got = select(make(sizes_of(codebook)), logits, requests([(1, 0.3, 0.0), (0, 1.0, 0.0), (9, 0.5, 0.0)]), np.zeros(3, np.int32))
+    got = select(
+        make(sizes_of(codebook)), logits, requests([(1, 0.3, 0.0), (0, 1.0, 0.0), (9, 0.5, 0.0)]), np.zeros(3, np.int32)
+    )
     np.testing.assert_array_equal(got.codes[:, 0], [codebook // 2, 0, codebook - 1])
     np.testing.assert_array_equal(got.laws[:, 0], np.eye(codebook)[got.codes[:, 0]])
 
@@ -214,7 +216,10 @@ def test_logits_of_no_law_are_reported_and_stay_in_bounds(make: MakeKernels, cod
     logits[1, :, 3] = np.inf
     logits[2, 0] = -np.inf
     logits[3] = np.nan
-    rows, last = requests([(5, 0.8, 1.0), (0, 1.0, 1.0), (50, 0.5, 0.0), (1, 1.0, 1.0), (9, 0.8, 1.0)]), np.arange(5, dtype=np.int32)
+    rows, last = (
+        requests([(5, 0.8, 1.0), (0, 1.0, 1.0), (50, 0.5, 0.0), (1, 1.0, 1.0), (9, 0.8, 1.0)]),
+        np.arange(5, dtype=np.int32),
+    )
     got = select(make(sizes_of(codebook)), logits, rows, last)
     np.testing.assert_array_equal(got.errors, [2, 2, 3, 4, NO_ERROR])
     compare(Tally(), logits, rows, last, got, use=Use.TARGET, what="no law")
@@ -235,7 +240,10 @@ def test_laws_are_optional(make: MakeKernels) -> None:
 def test_runs_repeat_bit_by_bit(make: MakeKernels, on_device: bool) -> None:
     """100 times on a device; on the shim, in several orders of warps and lanes, which brings out missing barriers."""
     for codebook in (1024, 4097):
-        kernels, rows = make(sizes_of(codebook)), requests([(50, 0.8, 0.9), (0, 0.8, 0.9), (512, 1.0, 0.9), (7, 0.5, 0.9)])
+        kernels, rows = (
+            make(sizes_of(codebook)),
+            requests([(50, 0.8, 0.9), (0, 0.8, 0.9), (512, 1.0, 0.9), (7, 0.5, 0.9)]),
+        )
         logits = np.concatenate([logits_of("normal", 2, codebook), logits_of("tied", 2, codebook)])[:, None]
         first = select(kernels, logits, rows, np.zeros(4, np.int32))
         for order in range(100 if on_device else 4):
@@ -321,10 +329,14 @@ def fresh_state(last: Array) -> FrameState:
     """Return the state of frames whose last committed depths are these."""
     batch = len(last)
     codes = np.tile(np.arange(GROUPS, dtype=np.int32) + 100, (batch, 1))
-    return FrameState(codes, last, np.zeros(batch, np.int32), np.ones(batch, np.int32), np.zeros((batch, GROUPS, 3), np.int32))
+    return FrameState(
+        codes, last, np.zeros(batch, np.int32), np.ones(batch, np.int32), np.zeros((batch, GROUPS, 3), np.int32)
+    )
 
 
-def run_accept(kernels: Kernels, made: dict[str, Array], rows: Array, state: FrameState, drafts: int, **changes: Any) -> FrameState:
+def run_accept(
+    kernels: Kernels, made: dict[str, Array], rows: Array, state: FrameState, drafts: int, **changes: Any
+) -> FrameState:
     """Run accept and return the state it leaves."""
     arrays = {**made, "requests": rows, **state._asdict()}
     after = kernels("accept", arrays, rows=len(rows), drafts_per_row=drafts, **changes)
@@ -355,7 +367,12 @@ def test_accept_equals_its_twin(make: MakeKernels, drafts: int, coupled: bool) -
         made, state = proposals(codebook, batch, drafts, rows, last, coupled=coupled), fresh_state(last)
         got = run_accept(kernels, made, rows, state, drafts, coupled=coupled)
         expected = twin.accept(
-            made["drafts"][:, :drafts], made["draft_laws"][:, :drafts], made["target_laws"], rows, state, coupled=coupled
+            made["drafts"][:, :drafts],
+            made["draft_laws"][:, :drafts],
+            made["target_laws"],
+            rows,
+            state,
+            coupled=coupled,
         )
         for row in range(batch):
             same = all(np.array_equal(a[row], b[row]) for a, b in zip(got, expected, strict=True))
@@ -510,12 +527,20 @@ def test_pass_inputs_equal_their_twins(make: MakeKernels, dtypes: tuple[str, str
     weight, inputs = dtypes
     talker, hidden, size, batch, random = 96, 64 if projected else 96, 40, 4, np.random.default_rng(1)
     sizes = sizes_of(
-        size, hidden_size=hidden, talker_hidden_size=talker, weight_dtype=weight, hidden_dtype=inputs, input_dtype=inputs
+        size,
+        hidden_size=hidden,
+        talker_hidden_size=talker,
+        weight_dtype=weight,
+        hidden_dtype=inputs,
+        input_dtype=inputs,
     )
     tables = stored(random.normal(0, 1, (GROUPS - 1, size, talker)), weight)
     talker_table = stored(random.normal(0, 1, (70, talker)), weight)
     talker_hidden = stored(random.normal(0, 1, (batch, talker)), inputs)
-    matrix, bias = stored(random.normal(0, 0.1, (hidden, talker)), weight), random.normal(0, 1, hidden).astype(np.float32)
+    matrix, bias = (
+        stored(random.normal(0, 0.1, (hidden, talker)), weight),
+        random.normal(0, 1, hidden).astype(np.float32),
+    )
     projection = (loaded(matrix, weight), bias) if projected else None
     shared = {"projection": matrix if projected else None, "bias": bias if projected else None}
     codes = random.integers(0, size, (batch, GROUPS)).astype(np.int32)
@@ -535,8 +560,9 @@ def test_pass_inputs_equal_their_twins(make: MakeKernels, dtypes: tuple[str, str
 
     ones = np.ones(batch, np.int32)
     arrays = {
-        "talker_hidden": talker_hidden, "talker_table": talker_table, **shared, "codes": codes, "embeds": blank[:, :2].copy(),
-        "positions": np.full((batch, 2), 9, np.int32), "last": ones, "states": ones, "rounds": ones, "errors": ones,
+        "talker_hidden": talker_hidden, "talker_table": talker_table, **shared, "codes": codes,
+        "embeds": blank[:, :2].copy(), "positions": np.full((batch, 2), 9, np.int32),
+        "last": ones, "states": ones, "rounds": ones, "errors": ones,
     }  # fmt: skip
     after = kernels("start_frame", arrays, rows=batch)
     expected = twin.start_frame(loaded(talker_hidden, inputs), loaded(talker_table, weight), projection, codes)
@@ -558,7 +584,8 @@ def test_sum_embeddings_equals_its_twin_bit_by_bit(make: MakeKernels, weight: st
     }  # fmt: skip
     sizes = sizes_of(size, talker_hidden_size=talker, weight_dtype=weight)
     sums = make(sizes)("sum_embeddings", arrays, rows=batch)["sums"]
-    np.testing.assert_array_equal(sums, twin.sum_embeddings(loaded(talker_table, weight), loaded(tables, weight), codes))
+    expected = twin.sum_embeddings(loaded(talker_table, weight), loaded(tables, weight), codes)
+    np.testing.assert_array_equal(sums, expected)
 
 
 # --------------------------------------------------------------------------------------------------- frames and graphs
@@ -592,12 +619,23 @@ def test_the_frame_number_in_device_memory_gives_fresh_draws(make: MakeKernels, 
     assert len({tuple(codes) for codes in drawn}) == len(drawn)
 
 
+def test_rounds_repeat_while_a_row_misses_codes(tmp_path: Path) -> None:
+    """On the shim only: a device needs a conditional node around it."""
+    kernels = host_kernels(tmp_path)(sizes_of())
+    for last, repeats in (([GROUPS - 1] * 40, 0), ([GROUPS - 1] * 39 + [GROUPS - 2], 1), ([0], 1)):
+        arrays = {"handle": np.full(1, 9, np.uint32), "last": np.array(last, np.int32)}
+        after = kernels("repeat_round", arrays, rows=len(last))
+        assert after["handle"] == repeats
+
+
 def test_the_request_array_is_laid_out_as_the_kernels_read_it() -> None:
     assert REQUEST.itemsize == 32
     assert [REQUEST.fields[name][1] for name in REQUEST.names] == [0, 8, 16, 24, 28]  # type: ignore[index,union-attr]
 
 
-@pytest.mark.parametrize(("codebook", "threads"), [(2, 32), (31, 32), (128, 32), (129, 64), (1000, 256), (2048, 512), (2049, 1024), (99_999, 1024)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codebook", "threads"), [(2, 32), (128, 32), (129, 64), (1000, 256), (2048, 512), (2049, 512), (99_999, 512)]
+)
 def test_threads_of_a_codebook(codebook: int, threads: int) -> None:
     assert sizes_of(codebook).threads == threads
 

@@ -85,8 +85,8 @@ class KernelSizes:
 
     @property
     def threads(self) -> int:
-        """Threads of one block of the sampling kernels: a power of two, four entries each up to V = 4096."""
-        return min(max(32, 1 << (-(-self.codebook_size // 4) - 1).bit_length()), 1024)
+        """Threads of one block of the sampling kernels: a power of two, four codes each up to V = 2048."""
+        return min(max(32, 1 << (-(-self.codebook_size // 4) - 1).bit_length()), 512)
 
     def macros(self) -> dict[str, str]:
         """Return what the sources are compiled with."""
@@ -163,6 +163,10 @@ class KernelCalls:
     def advance_frame(self, *, requests: int, rows: int) -> Call:
         """Add 1 to each row's frame number."""
         return Call("advance_frame", (1, 1, 1), 256, (requests, np.int32(rows)))
+
+    def repeat_round(self, *, handle: int, last: int, rows: int) -> Call:
+        """Set a conditional node's value: 1 while a row misses codes. ``handle`` is the node's."""
+        return Call("repeat_round", (1, 1, 1), 32, (np.uint64(handle), last, np.int32(rows)))
 
     def _channels(self, rows: int) -> tuple[int, int, int]:
         return (-(-self.sizes.hidden_size // 8), rows, 1)

@@ -42,7 +42,7 @@ class DeviceTables:
         ``[Vt, Ht]``.
     projection : tuple of DeviceArray, or None
         ``small_to_mtp_projection``: weight ``[C, Ht]`` in the stored dtype, bias ``[C]`` float32.
-    dtype : {"F32", "F16"}
+    dtype : {"F32", "F16", "BF16"}
     """
 
     heads: DeviceArray
@@ -60,11 +60,13 @@ class DeviceTables:
         projection = None
         if (folder / "small_to_mtp_projection.safetensors").is_file():
             file = TensorFile(folder / "small_to_mtp_projection.safetensors")
-            projection = (_uploaded(device, [file.map("weight")]), _uploaded(device, [file.read("bias")]))
+            projection = (_uploaded(device, [file.rows("weight").stored]), _uploaded(device, [file.read("bias")]))
         return cls(
-            heads=_uploaded(device, [heads.map(f"lm_head_{depth}.weight") for depth in depths]),
-            embeddings=_uploaded(device, [tables.map(f"embedding_{depth}") for depth in depths]),
-            talker_embedding=_uploaded(device, [TensorFile(talker_dir / "embedding.safetensors").map("embedding")]),
+            heads=_uploaded(device, [heads.rows(f"lm_head_{depth}.weight").stored for depth in depths]),
+            embeddings=_uploaded(device, [tables.rows(f"embedding_{depth}").stored for depth in depths]),
+            talker_embedding=_uploaded(
+                device, [TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored]
+            ),
             projection=projection,
             dtype=heads.info("lm_head_0.weight").dtype,
         )

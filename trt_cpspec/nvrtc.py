@@ -26,6 +26,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "accept": ("accept",),
     "embed_project": ("embed_project", "start_frame"),
     "sum_embeddings": ("sum_embeddings", "advance_frame"),
+    "repeat_round": ("repeat_round",),
 }
 """The kernels of each source file."""
 
@@ -41,7 +42,7 @@ class Call(NamedTuple):
     block : int
         Threads of a block.
     arguments : tuple
-        ``int`` for a device address (0 is null), ``numpy.int32`` for a number.
+        ``int`` for a device address (0 is null), ``numpy.int32`` or ``numpy.uint64`` for a number.
     """
 
     kernel: str
@@ -123,13 +124,20 @@ class KernelLibrary:
         except Exception as error:  # the driver's own types; what is missing is said by the message
             raise EngineError(f"CUDA device {device} cannot be used: {error}") from error
         self.kernel = lru_cache(maxsize=None)(self._load)
+        self._streams: dict[int, Any] = {}
 
     def _load(self, name: str) -> Any:
         code = compile_source(source_of(name), self._macros, arch=f"sm_{self.device.arch}")
         return code.get_kernel(name)
 
+    def run_on(self, handle: int, call: Call) -> None:
+        """Put one launch on the stream with this driver handle, which may be capturing a graph."""
+        if handle not in self._streams:
+            self._streams[handle] = self._core.Stream.from_handle(handle)
+        self.run(self._streams[handle], call)
+
     def run(self, stream: Any, call: Call) -> None:
-        """Put one launch on a stream of ``cuda.core`` (or on one that captures a graph)."""
+        """Put one launch on a stream of ``cuda.core``, which may be capturing a graph."""
         config = self._core.LaunchConfig(grid=call.grid, block=call.block)
         self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
 

@@ -23,7 +23,7 @@ from .errors import ConfigError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .runtime import Decoder, Runtime, open_runtime
 from .sampling import PhiloxNoise
-from .tensorfile import TensorFile
+from .tensorfile import RowTable, TensorFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CodePredictor:
         spec: CodePredictorSpec,
         session: Decoder,
         tables: PredictorTables,
-        code0_embedding: NDArray[np.floating],
+        code0_embedding: RowTable,
     ) -> None:
         self.spec = spec
         self.num_code_groups = spec.num_code_groups
@@ -93,8 +93,8 @@ class CodePredictor:
         runtime = runtime or open_runtime(device, [folder], threads=threads)
         spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
         talker_dir = Path(talker_dir) if talker_dir is not None else folder.parent / "talker"
-        embedding = TensorFile(talker_dir / "embedding.safetensors").map("embedding")
-        if embedding.ndim != 2 or embedding.shape[1] != spec.talker_hidden_size:
+        embedding = TensorFile(talker_dir / "embedding.safetensors").rows("embedding")
+        if embedding.shape[1] != spec.talker_hidden_size:
             raise EngineError(
                 f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
                 f"talker_hidden_size {spec.talker_hidden_size}"
@@ -198,7 +198,7 @@ class CodePredictor:
 
         It is the Talker's next input, before the text side is added.
         """
-        total = self._code0_embedding[codes[:, 0]].astype(np.float32)
+        total = self._code0_embedding[codes[:, 0]].copy()
         for depth in range(1, self.num_code_groups):
             total += self._tables.embeddings[depth - 1][codes[:, depth]]
         return total
@@ -252,14 +252,12 @@ class PredictorTables:
 
     Attributes
     ----------
-    embeddings : list of ndarray, shape [V, Ht]
-        G - 1 tables in their stored dtype, mapped: a row is read when it is used.
+    embeddings : list of RowTable
+        G - 1 tables ``[V, Ht]``, mapped: a row is read when it is used.
     heads : ndarray, shape [G - 1, V, C], float32
     """
 
-    def __init__(
-        self, embeddings: list[NDArray[np.floating]], heads: Float32, projection: tuple[Float32, Float32] | None
-    ) -> None:
+    def __init__(self, embeddings: list[RowTable], heads: Float32, projection: tuple[Float32, Float32] | None) -> None:
         self.embeddings = embeddings
         self.heads = heads
         self._projection = projection
@@ -279,7 +277,7 @@ class PredictorTables:
         names = [f"embedding_{index}" for index in range(count)]
         for name in names:
             table_file.check(name, (decoder.vocab_size, width))
-        return cls([table_file.map(name) for name in names], heads, _read_projection(folder, spec))
+        return cls([table_file.rows(name) for name in names], heads, _read_projection(folder, spec))
 
     def project(self, inputs: Float32) -> Float32:
         """Apply ``small_to_mtp_projection`` to ``[..., Ht]``, or nothing where the checkpoint has none."""

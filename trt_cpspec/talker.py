@@ -13,7 +13,7 @@ from .config import SamplingParams, Section, TalkerSpec
 from .errors import NumericsError
 from .runtime import Decoder, Runtime
 from .sampling import Law, law, penalised
-from .tensorfile import TensorFile
+from .tensorfile import RowTable, TensorFile
 
 MIN_FRAMES = 2
 """Steps at which the end of speech is forbidden (``qwen_tts``: ``min_new_tokens``)."""
@@ -244,16 +244,16 @@ class TalkerTables:
 
     Attributes
     ----------
-    codec : ndarray, shape [V, H]
-        Embeddings of first codes and special codes, mapped.
+    codec : RowTable
+        ``[V, H]``: embeddings of first codes and special codes, mapped.
     head : ndarray, shape [V, H], float32
     """
 
     def __init__(
         self,
         *,
-        codec: NDArray[np.floating],
-        text: NDArray[np.floating],
+        codec: RowTable,
+        text: RowTable,
         head: Float32,
         projection: dict[str, Float32],
     ) -> None:
@@ -277,8 +277,8 @@ class TalkerTables:
             projection.check(f"{name}.bias", shape[:1])
             layers[f"{name}.bias"] = projection.read(f"{name}.bias")
         return cls(
-            codec=codec.map("embedding"),
-            text=text.map("text_embedding"),
+            codec=codec.rows("embedding"),
+            text=text.rows("text_embedding"),
             head=TensorFile(folder / "codec_head.safetensors").read_weight("codec_head.weight", (codes, width)),
             projection=layers,
         )
@@ -286,7 +286,7 @@ class TalkerTables:
     def project_text(self, ids: NDArray[np.int64]) -> Float32:
         """Return ``fc2(silu(fc1(text_embedding[ids])))``, ``[n]`` to ``[n, H]``."""
         part = self._projection
-        inner: Float32 = self._text[ids].astype(np.float32) @ part["linear_fc1.weight"].T + part["linear_fc1.bias"]
+        inner: Float32 = self._text[ids] @ part["linear_fc1.weight"].T + part["linear_fc1.bias"]
         with np.errstate(over="ignore"):  # exp of a large negative: the product is 0, as it should be
             inner /= 1 + np.exp(-inner)
         out: Float32 = inner @ part["linear_fc2.weight"].T + part["linear_fc2.bias"]

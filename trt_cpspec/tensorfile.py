@@ -136,14 +136,44 @@ class TensorFile:
             start += len(block)
         return out
 
-    def map(self, name: str) -> NDArray[Any]:
-        """Map a tensor read-only in its stored dtype (not BF16): rows are read from disk when they are used."""
+    def rows(self, name: str) -> RowTable:
+        """Map a floating-point matrix read-only: its rows are read from disk when they are looked up."""
         info = self.info(name)
-        if info.dtype == "BF16":
-            raise ConfigError(f"{self.path}: tensor {name!r} is BF16, which numpy cannot map")
+        if info.dtype not in _FLOATING or len(info.shape) != 2:
+            raise ConfigError(
+                f"{self.path}: tensor {name} is {info.dtype} {list(info.shape)}, a float matrix is needed"
+            )
         # A plain view: indexing np.memmap itself costs several microseconds a row.
-        mapped: NDArray[Any] = np.memmap(self.path, _STORED[info.dtype], "r", info.offset, info.shape).view(np.ndarray)
-        return mapped
+        stored = np.memmap(self.path, _STORED[info.dtype], "r", info.offset, info.shape).view(np.ndarray)
+        return RowTable(stored, info.dtype)
+
+
+class RowTable:
+    """A matrix in its stored dtype, looked up by row.
+
+    Attributes
+    ----------
+    stored : ndarray, shape [n, width]
+        BF16 as the 16 bits of each value.
+    dtype : str
+        ``F32``, ``F16`` or ``BF16``.
+    """
+
+    def __init__(self, stored: NDArray[Any], dtype: str) -> None:
+        self.stored, self.dtype = stored, dtype
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.stored)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return ``(n, width)``."""
+        return self.stored.shape
+
+    def __getitem__(self, rows: Any) -> NDArray[np.float32]:
+        """Return one row, or several, as float32."""
+        return _to_float32(self.stored[rows], self.dtype)
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:

@@ -1,4 +1,4 @@
-"""Shaped inputs of the sampling kernels, the float64 oracle of what is too close to call, and one way to run a kernel."""
+"""Shaped inputs of the sampling kernels, a float64 oracle of what is too close to call, and one way to run a kernel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_cpspec.cuda_sampling import KernelCalls, KernelSizes, request_array
 from trt_cpspec.config import SamplingParams
+from trt_cpspec.cuda_sampling import KernelCalls, KernelSizes, request_array
 from trt_cpspec.nvrtc import Call
 from trt_cpspec.sampling import Use, uniforms
 
@@ -40,11 +40,15 @@ class Kernels:
     sizes: KernelSizes
     backend: Backend
 
-    def __call__(self, name: str, arrays: dict[str, Array | None], *, order: int = 0, **numbers: Any) -> dict[str, Array]:
+    def __call__(
+        self, name: str, arrays: dict[str, Array | None], *, order: int = 0, **numbers: Any
+    ) -> dict[str, Array]:
         """Run one kernel; ``arrays`` are its device arguments (None is null). Return what they hold afterwards."""
         addresses = {key: 0 if array is None else self.backend.upload(array) for key, array in arrays.items()}
         self.backend.run(getattr(KernelCalls(self.sizes), name)(**addresses, **numbers), order=order)
-        after = {key: self.backend.download(addresses[key], array) for key, array in arrays.items() if array is not None}
+        after = {
+            key: self.backend.download(addresses[key], array) for key, array in arrays.items() if array is not None
+        }
         for address in filter(None, addresses.values()):
             self.backend.free(address)
         return after
@@ -79,7 +83,11 @@ def requests(combinations: list[tuple[int, float, float]], *, seed: int = 11, fr
     """Return a row for each (top_k, top_p, temperature), each with a seed of its own, large ones included."""
     return request_array(
         [
-            (SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), seed + row * 0x1_0000_0001_7, frame + row)
+            (
+                SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+                seed + row * 0x1_0000_0001_7,
+                frame + row,
+            )
             for row, (top_k, top_p, temperature) in enumerate(combinations)
         ]
     )

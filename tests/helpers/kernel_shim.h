@@ -230,6 +230,7 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   for (int i = 0; i < 32; i++) bits |= unsigned(slots[i]) << i;
   return bits;
 }
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
 
 template <class T>
@@ -283,3 +284,6 @@ using std::fminf;
 
 inline float shim_half_to_float(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 inline unsigned short shim_float_to_half(float value) { const _Float16 h = _Float16(value); unsigned short bits; std::memcpy(&bits, &h, 2); return bits; }
+
+// A handle stands for the address of the value.
+extern "C" void cudaGraphSetConditional(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }

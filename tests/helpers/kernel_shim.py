@@ -66,7 +66,10 @@ class HostKernels:
         source = source_of(call.kernel)
         if source not in self._libraries:
             self._libraries[source] = self._build(source)
-        values = [ctypes.c_int(int(v)) if isinstance(v, np.int32) else ctypes.c_void_p(v) for v in call.arguments]
+        values = [
+            ctypes.c_int(int(value)) if isinstance(value, np.int32) else ctypes.c_uint64(int(value))
+            for value in call.arguments
+        ]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         entry = self._libraries[source][f"launch_{call.kernel}"]
         entry.restype = ctypes.c_char_p
