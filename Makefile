@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# The text reaches the command as it was typed: neither make nor the shell reads it.
+override TEXT := $(value TEXT)
 export TEXT
 
 .PHONY: demo test lint clean

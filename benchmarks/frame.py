@@ -2,9 +2,11 @@
 
     python benchmarks/frame.py --size released --random-weights
     python benchmarks/frame.py --engineDir ENG
+    python benchmarks/frame.py --size released --random-weights --device cuda --precision fp16 --windows 0,2,3,4,8
 
 Every window decodes the same frames in turn, so that a slow minute of the machine falls on all of them. The Talker is
-a stand-in: hidden states drawn from a normal law.
+a stand-in: hidden states drawn from a normal law. On a GPU the frame as one launch stands beside the loop that the
+host drives, and one pass of the engine is timed alone, by graph replay and CUDA events.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import click
 import numpy as np
 from synthetic_engine import built, code_predictor_only, spec_of
+from trt_cpspec.builder.engine import choose_backend
 from trt_cpspec.builder.tts import BuildOptions
 
 from trt_cpspec import __version__
@@ -43,6 +46,7 @@ SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b
     help="Of drafts and targets, with --size.",
 )
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--windows", default="0,2,3,4", show_default=True, help="Verify sizes, comma separated.")
 @click.option("--mode", type=click.Choice(["rejection", "coupled"]), default="rejection", show_default=True)
 @click.option("--frames", type=click.IntRange(min=1), default=20, show_default=True)
@@ -60,9 +64,17 @@ def main(**options: Any) -> None:
         if engines is None:
             spec = code_predictor_only(spec_of(SIZES[options["size"]], options["agreement"]))
             build = BuildOptions(precision=options["precision"])
-            engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build))
-        predictor = CodePredictor.from_engine_dir(engines / "code_predictor", threads=options["threads"])
+            backend = choose_backend("tensorrt" if options["device"] == "cuda" else "onnxruntime")
+            engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build, backend))
+        place = {"device": options["device"], "threads": options["threads"]}
+        predictor = CodePredictor.from_engine_dir(engines / "code_predictor", **place)
         report = measure(predictor, options)
+        if options["device"] == "cuda":
+            report["machine"] |= gpu(predictor)
+            report["pass_us"] = {length: pass_time(predictor, length) for length in (1, 2, 3, 4, 8)}
+            report["rows"] = [row | {"loop": "device"} for row in report["rows"]]
+            predictor.drive_from_host()
+            report["rows"] += [row | {"loop": "host"} for row in measure(predictor, options)["rows"]]
     print(table(report))
     if options["json_file"]:
         options["json_file"].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -98,7 +110,39 @@ def row(n: int, times: list[float], engine_ms: float, stats: CpSpecStats) -> dic
         "passes_per_frame": stats.passes / stats.frames,
         "codes_per_round": stats.as_dict()["codes_per_round"],
         "share_outside_engine": 1 - engine_ms / sum(times),
+        "host_us_per_frame": 1000 * (sum(times) - engine_ms) / len(times),
     }
+
+
+def gpu(predictor: CodePredictor) -> dict[str, Any]:
+    session: Any = predictor._session
+    major, minor = (
+        session.device.call("cuDriverGetVersion") // 1000,
+        session.device.call("cuDriverGetVersion") % 1000 // 10,
+    )
+    version = session.plan.binding.__version__
+    return {"gpu": session.device.name, "cuda_driver": f"{major}.{minor}", "tensorrt": version}
+
+
+def pass_time(predictor: CodePredictor, length: int, replays: int = 200) -> dict[str, float]:
+    """Time the engine's pass of one row and ``length`` positions, in microseconds."""
+    session: Any = predictor._session
+    device = session.device
+    session.start(1, predictor.num_code_groups + predictor.spec.max_verify_size)
+    session.buffers.positions.zero()
+    session.buffers.enqueue(length)
+    device.synchronize()
+    graph = device.capture(lambda: session.buffers.enqueue(length))
+    events = [device.call("cuEventCreate", 0) for _ in range(2)]
+    times = []
+    for _ in range(replays):
+        device.call("cuEventRecord", events[0], device.stream)
+        graph.launch()
+        device.call("cuEventRecord", events[1], device.stream)
+        device.synchronize()
+        times.append(1000 * device.call("cuEventElapsedTime", *events))
+    quarters = statistics.quantiles(times, n=4)
+    return {"median": statistics.median(times), "low": quarters[0], "high": quarters[2]}
 
 
 def machine() -> dict[str, Any]:
@@ -126,12 +170,13 @@ def processor_name() -> str:
 
 def table(report: dict[str, Any]) -> str:
     lines = [" ".join(f"{key}={value}" for key, value in report["machine"].items()), " ".join(sys.argv)]
-    lines.append("   N  ms/frame  quartiles          passes/frame  codes/round  outside the engine")
+    lines += [f"one pass of {n} position(s): {t['median']:.1f} us" for n, t in report.get("pass_us", {}).items()]
+    lines.append("loop     N  ms/frame  quartiles          passes/frame  codes/round  outside the engine, us/frame")
     for r in report["rows"]:
         low, high = r["ms_quartiles"]
         lines.append(
-            f"{r['verify_size']:>4}  {r['ms_per_frame']:8.2f}  {low:8.2f} - {high:8.2f} {r['passes_per_frame']:12.2f} "
-            f"{r['codes_per_round']:12.2f} {100 * r['share_outside_engine']:17.1f} %"
+            f"{r.get('loop', 'host'):6} {r['verify_size']:>3}  {r['ms_per_frame']:8.3f}  {low:8.2f} - {high:8.2f} {r['passes_per_frame']:12.2f} "
+            f"{r['codes_per_round']:12.2f} {100 * r['share_outside_engine']:10.1f} % {r['host_us_per_frame']:12.1f}"
         )
     return "\n".join(lines)
 

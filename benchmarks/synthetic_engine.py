@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from trt_cpspec.builder.engine import Backend
 from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
-from trt_cpspec.builder.tts import BuildOptions, TtsBuild
+from trt_cpspec.builder.tts import ONNX_RUNTIME, BuildOptions, TtsBuild
 
 
 def spec_of(size: str, agreement: float) -> SyntheticSpec:
@@ -30,14 +31,19 @@ def code_predictor_only(spec: SyntheticSpec) -> SyntheticSpec:
 
 
 @contextmanager
-def built(spec: SyntheticSpec, components: tuple[str, ...], options: BuildOptions) -> Iterator[Path]:
+def built(
+    spec: SyntheticSpec, components: tuple[str, ...], options: BuildOptions, backend: Backend = ONNX_RUNTIME
+) -> Iterator[Path]:
     """Yield an engine folder of a generated checkpoint, which is removed behind it."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, engines = Path(folder) / "checkpoint", Path(folder) / "engines"
         write_checkpoint(checkpoint, spec)
-        with TtsBuild(checkpoint, engines, options) as build:
+        with TtsBuild(checkpoint, engines, options, backend=backend) as build:
             for name, _, write in build.components:
-                if name in components:
-                    write()
+                if name not in components:
+                    continue
+                write()
+                if backend.binding is not None and name == "code_predictor":
+                    build.build_plan(name, lambda phase, done: None)
             build.commit()
         yield engines

@@ -136,6 +136,7 @@ def build(
             if given:
                 raise ConfigError(f"{name} builds from graphs and --checkpointDir from a checkpoint: give one of them")
         backend = _chosen(backend_name)
+        _check_plan_options(engine, backend)
         precision = precision or ("fp32" if backend.binding is None else "fp16")
         choices = BuildOptions(precision=precision, max_verify_size=max_verify_size, **limits)
         _build_checkpoint(checkpoint_dir, engine_dir, choices, backend, engine)
@@ -153,13 +154,27 @@ def build(
         dry_run=dry_run,
         backup=not no_backup,
     )
-    plan_backend = None if dry_run else _chosen(backend_name)
+    if onnx_dir is None and not engine_dir.is_dir():
+        raise ConfigError(
+            f"{engine_dir} does not exist, so there are no graphs in it: say with --checkpointDir or --onnxDir what to "
+            f"build from"
+        )
+    plan_backend = None if dry_run and backend_name is None else _chosen(backend_name)
     with _reporting("plans") as report:
         outcomes = rebuild(onnx_dir, engine_dir, plan_backend, rebuild_options, report=report)
     for outcome in outcomes:
         click.echo(str(outcome))
         if dry_run and outcome.table:
             click.echo(outcome.table)
+
+
+def _check_plan_options(engine: EngineOptions, backend: Backend) -> None:
+    """Refuse options that nothing would heed: without a plan, a wish for a GPU or for its tuning has no effect."""
+    if backend.binding is None and engine != EngineOptions():
+        raise ConfigError(
+            "--computeCapability, --builderOptimizationLevel, --workspaceMiB, --timingCache and --pluginLibrary shape "
+            "a plan, and ONNX Runtime runs the graph without one: leave them out, or name another --backend"
+        )
 
 
 def _build_checkpoint(

@@ -394,6 +394,7 @@ def _configure(trt: Any, config: Any, options: EngineOptions) -> None:
     flags = trt.BuilderFlag.__members__
     if "TF32" in flags:  # FP32 means FP32
         config.clear_flag(flags["TF32"])
+    _share_profiles(trt, config)
     _exclude_libraries(trt, config)
     if options.optimization_level is not None:
         if not hasattr(config, "builder_optimization_level"):
@@ -408,6 +409,13 @@ def _configure(trt: Any, config: Any, options: EngineOptions) -> None:
             config.num_compute_capabilities = len(options.compute_capabilities)
         if not config.set_compute_capability(trt.ComputeCapability.__members__[name], index):
             raise EngineError(f"{title_of(trt)} refuses the compute capability {options.compute_capabilities[index]}")
+
+
+def _share_profiles(trt: Any, config: Any) -> None:
+    """Let several execution contexts use one profile, which is a preview in 8.6 and the rule from 10 on."""
+    feature = getattr(getattr(trt, "PreviewFeature", None), "PROFILE_SHARING_0806", None)
+    if feature is not None:
+        config.set_preview_feature(feature, True)
 
 
 def _exclude_libraries(trt: Any, config: Any) -> None:

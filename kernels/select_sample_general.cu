@@ -85,7 +85,7 @@ __device__ __forceinline__ u64 keep_first(Shared& s, const Row& row, u64 bound, 
   return found;
 }
 
-// All threads: the sum of the masses of the entries up to `bound`.
+// All threads: the sum of the masses of the entries up to `bound`. A barrier must pass between two calls.
 __device__ __forceinline__ u64 mass_up_to(Shared& s, const Row& row, u64 bound) {
   u64 mass = 0;
   for (int code = threadIdx.x; code < V; code += BLOCK) mass += row.order(code) <= bound ? row.mass(code) : 0;
@@ -94,7 +94,6 @@ __device__ __forceinline__ u64 mass_up_to(Shared& s, const Row& row, u64 bound) 
   __syncthreads();
   mass = 0;
   for (int warp = 0; warp < WARPS; warp++) mass += s.mass_of_warp[warp];
-  __syncthreads();
   return mass;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trt_cpspec.builder.engine import load_binding
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
+from trt_cpspec.errors import EngineError
 from trt_cpspec.pipeline import PreparedRequest, Qwen3TTS, Speech
 from trt_cpspec.requests import Request
 from trt_cpspec.tensorfile import TensorFile
@@ -94,6 +97,17 @@ class Case:
     def speak(self, **options: Any) -> Speech:
         """Speak the prompt with both samplers off."""
         return self.tts.synthesize(self.text, **self.options, **options)
+
+
+@pytest.fixture(scope="session")
+def rtx_binding() -> Any:
+    """TensorRT-RTX, which builds without a GPU; CPSPEC_REQUIRE_RTX=1 makes its absence a failure, else it is a skip."""
+    try:
+        return load_binding("tensorrt_rtx")
+    except EngineError as error:
+        if os.environ.get("CPSPEC_REQUIRE_RTX") == "1":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

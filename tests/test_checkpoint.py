@@ -202,7 +202,6 @@ def test_a_clone_checkpoint_is_refused_by_name(synthetic: Callable[..., Path], t
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"precision": "bf16"}, "precision bf16 is not possible on this backend"),
         ({"precision": "int8"}, "unknown precision 'int8'; allowed: fp32, fp16"),
         ({"max_batch_size": 0}, "max_batch_size is 0, it must be at least 1"),
         ({"max_input_len": -1}, "max_input_len is -1"),
@@ -214,6 +213,12 @@ def test_a_clone_checkpoint_is_refused_by_name(synthetic: Callable[..., Path], t
 def test_impossible_options_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         BuildOptions(**options)
+
+
+def test_bf16_is_refused_where_the_graphs_are_for_onnx_runtime(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"precision bf16 is not possible on this backend: .* no BF16; give fp32"):
+        TtsBuild(CHECKPOINT, tmp_path / "engine", BuildOptions(precision="bf16"))
+    assert not (tmp_path / "engine").exists()
 
 
 def test_a_capacity_beyond_the_model_is_refused(tmp_path: Path) -> None:
@@ -538,7 +543,7 @@ def test_the_safetensors_package_reads_what_is_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], array)
         np.testing.assert_array_equal(TensorFile(tmp_path / "x.safetensors").read(name), array)
     assert TensorFile(tmp_path / "x.safetensors").names() == ["b", "a"]
-    np.testing.assert_array_equal(TensorFile(tmp_path / "x.safetensors").map("b")[[1, 0]], values["b"][[1, 0]])
+    np.testing.assert_array_equal(TensorFile(tmp_path / "x.safetensors").rows("b")[[1, 0]], values["b"][[1, 0]])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -578,8 +583,38 @@ def test_absent_tensors_and_shapes_are_named(tmp_path: Path) -> None:
         file.read("b")
     with pytest.raises(ConfigError, match=r"tensor a has shape \[2, 3\], its config asks for \[3, 2\]"):
         file.read_weight("a", (3, 2))
-    with pytest.raises(ConfigError, match="is BF16, which numpy cannot map"):
-        file.map("a")
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
+def test_rows_are_looked_up_in_the_stored_type(tmp_path: Path, dtype: str) -> None:
+    values = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+    path = tmp_path / "x.safetensors"
+    if dtype == "F64":
+        save_file({"a": values.astype(np.float64)}, path)
+    else:
+        write_tensors(path, {"first": stream(np.ones(3, np.float32)), "a": stream(values, dtype)})
+    file = TensorFile(path)
+    table, whole = file.rows("a"), file.read("a")
+    assert (len(table), table.shape, table.dtype) == (6, (6, 5), dtype)
+    assert table.stored.dtype.itemsize == {"F64": 8, "F32": 4}.get(dtype, 2)
+    for rows in (3, -1, [1, 0, 1], np.array([[5, 2], [0, 0]])):
+        found = table[rows]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, whole[rows])
+    with pytest.raises(ValueError, match="read-only"):
+        table.stored[0] = 0
+    with pytest.raises(IndexError):
+        table[6]
+
+
+def test_only_a_float_matrix_has_rows(tmp_path: Path) -> None:
+    save_file({"ids": np.zeros((2, 2), np.int64), "vector": np.ones(3, np.float32)}, tmp_path / "x.safetensors")
+    file = TensorFile(tmp_path / "x.safetensors")
+    for name, found in (("ids", r"I64 \[2, 2\]"), ("vector", r"F32 \[3\]")):
+        with pytest.raises(ConfigError, match=f"tensor {name} is {found}, a float matrix is needed"):
+            file.rows(name)
+    with pytest.raises(ConfigError, match="has no tensor 'b'"):
+        file.rows("b")
 
 
 def header(**entries: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 import pty
@@ -48,8 +49,10 @@ DEFAULTS = {
 
 
 def build_engines(folder: Path, *args: str, checkpoint: Path = CHECKPOINT) -> Path:
-    result = CliRunner().invoke(build, ["--checkpointDir", str(checkpoint), "--engineDir", str(folder), *args])
-    assert result.exit_code == 0, result.output
+    """Build for ONNX Runtime."""
+    given = ("--checkpointDir", str(checkpoint), "--engineDir", str(folder), "--backend", "onnxruntime")
+    result = CliRunner().invoke(build, [*given, *args])
+    assert (result.exit_code, result.stderr) == (0, "backend: ONNX Runtime\n"), result.output
     return folder
 
 
@@ -509,9 +512,10 @@ def test_the_flags_of_the_build_reach_the_engines(work: Path) -> None:
     flags = {"max_input_len": 48, "max_kv_cache_capacity": 96, "max_batch_size": 2}
     args = ("--maxInputLen", "48", "--maxKVCacheCapacity", "96", "--maxBatchSize", "2", "--maxVerifySize", "4")
     result = command(
-        "cpspec-build", "--checkpointDir", str(CHECKPOINT), "--engineDir", "e", "--precision", "fp16", *args
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, b"e\n", b"")
+        "cpspec-build", "--checkpointDir", str(CHECKPOINT), "--engineDir", "e", "--precision", "fp16",
+        "--backend", "onnxruntime", *args,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"e\n", b"backend: ONNX Runtime\n")
     talker, predictor = (json.loads((work / "e" / n / "config.json").read_text()) for n in ("talker", "code_predictor"))
     assert talker["builder_config"] == flags
     assert (talker["precision"], predictor["precision"]) == ("fp16", "fp16")
@@ -552,7 +556,8 @@ def test_a_build_that_is_refused_writes_nothing(args: tuple[str, ...], message: 
     if "base" in args:
         checkpoint_copy(work / "base", tts_model_type="base")
     before = files(work)
-    result = CliRunner().invoke(build, ["--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", *args])
+    given = ("--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--backend", "onnxruntime")
+    result = CliRunner().invoke(build, [*given, *args])
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(message, result.stderr.replace("\n", " "))
     assert isinstance(result.exception, SystemExit)
@@ -587,7 +592,8 @@ def test_a_build_that_fails_leaves_the_folder_as_it_was(
 
     monkeypatch.setattr(TtsBuild, "build_code2wav", fail)
     result = CliRunner().invoke(
-        build, ["--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--maxBatchSize", "1"]
+        build,
+        ["--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--maxBatchSize", "1", "--backend", "onnxruntime"],
     )
     assert result.exit_code == (1 if isinstance(error, KeyboardInterrupt) else 2)
     assert contents(work) == before
@@ -595,10 +601,257 @@ def test_a_build_that_fails_leaves_the_folder_as_it_was(
 
 
 def test_a_build_shows_the_progress_of_each_component(work: Path) -> None:
-    code, stdout, shown = on_terminal("cpspec-build", "--checkpointDir", str(CHECKPOINT), "--engineDir", "eng")
+    args = ("--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--backend", "onnxruntime")
+    code, stdout, shown = on_terminal("cpspec-build", *args)
     assert (code, stdout) == (0, "eng\n")
     for component in ("talker", "code_predictor", "code2wav"):
         assert re.search(rf"{component} .*100%", shown)
+
+
+# ---- cpspec-build: plans --------------------------------------------------------------------------------------------
+
+PLANS = {"talker": "llm.engine", "code_predictor": "llm.engine", "code2wav": "code2wav.engine"}
+RTX = ("--backend", "tensorrt_rtx", "--computeCapability", "8.6", "--builderOptimizationLevel", "0")
+LIMITS = ("--maxInputLen", "64", "--maxKVCacheCapacity", "256")
+
+
+def build_plans(*args: str | Path) -> tuple[str, str]:
+    """Run cpspec-build; return standard output and what followed the backend's line on standard error."""
+    result = CliRunner().invoke(build, [*map(str, args)])
+    assert result.exit_code == 0, result.output
+    backend, *others = result.stderr.splitlines()
+    assert re.fullmatch(r"backend: TensorRT-RTX \d+\.\d+\..*", backend)
+    return result.stdout, "\n".join(others)
+
+
+@pytest.fixture(scope="module")
+def narrow_plans(rtx_binding: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build plans, in FP16, whose CodePredictor takes one position a pass."""
+    folder = tmp_path_factory.mktemp("plans") / "eng"
+    args = ("--checkpointDir", CHECKPOINT, "--engineDir", folder, "--maxVerifySize", "1")
+    assert build_plans(*args, *RTX, *LIMITS) == (f"{folder}\n", "")
+    return folder
+
+
+@pytest.fixture
+def plans(narrow_plans: Path, work: Path) -> Path:
+    shutil.copytree(narrow_plans, work / "eng")
+    return Path("eng")
+
+
+def record(component: Path) -> dict[str, Any]:
+    return json.loads((component / "config.json").read_text())["builder_config"]["engine"]  # type: ignore[no-any-return]
+
+
+def speak_without_a_gpu(engines: Path, *args: str) -> tuple[dict[str, Any], list[str]]:
+    """Speak where no CUDA device is to be seen; return the first response, and the lines on standard error."""
+    given = ("--talkerEngineDir", str(engines / "talker"), *args)
+    result = command("qwen3_tts_inference", *given, env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["responses"][0], result.stderr.decode().splitlines()
+
+
+def test_a_checkpoint_becomes_plans_that_their_sidecars_describe(rtx_binding: Any, narrow_plans: Path) -> None:
+    assert {path.name for path in narrow_plans.iterdir()} == set(PLANS)
+    for component, name in PLANS.items():
+        folder = narrow_plans / component
+        content, found = (folder / name).read_bytes(), record(folder)
+        assert found["plan"] == {
+            "file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(),
+        }  # fmt: skip
+        assert (found["flavour"], found["tensorrt_version"]) == ("tensorrt_rtx", rtx_binding.__version__)
+        assert (found["compute_capabilities"], found["options"]["optimization_level"]) == (["8.6"], 0)
+        assert found["precision"] == ("fp32" if component == "code2wav" else "fp16")  # the default of a GPU
+        assert found["graph"].keys() == {"model.onnx", "model.onnx.data"}
+        assert not list(folder.glob("*.bak"))
+    assert record(narrow_plans / "code_predictor")["verify_size"] == 1
+    assert json.loads((narrow_plans / "talker" / "config.json").read_text())["precision"] == "fp16"
+
+
+def test_only_the_code_predictor_is_widened_and_once(plans: Path) -> None:
+    before = contents(plans)
+    args = ("--engineDir", plans, "--onlyCodePredictor", "--maxVerifySize", "3", *RTX)
+    stdout, _ = build_plans(*args)
+    assert re.fullmatch(
+        r"eng/code_predictor: code predictor built in [\d.]+ s \(it takes 1 position\(s\) a pass, 3 are wanted\)\n",
+        stdout,
+    )
+    after = contents(plans)
+    plan, config = "code_predictor/llm.engine", "code_predictor/config.json"
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {
+        plan, f"{plan}.bak", config,
+    }  # fmt: skip
+    assert after[f"{plan}.bak"] == before[plan]
+    old, new = json.loads(before[config]), json.loads(after[config])
+    assert (old["builder_config"].pop("max_verify_size"), new["builder_config"].pop("max_verify_size")) == (1, 3)
+    assert (old["builder_config"].pop("engine") | {"plan": 0}).keys() == new["builder_config"].pop("engine").keys()
+    assert old == new
+    stdout, _ = build_plans(*args)
+    assert "code predictor unchanged (it takes 3 position(s) a pass, 3 are wanted" in stdout
+    assert contents(plans) == after
+
+
+def test_no_backup_keeps_none(plans: Path) -> None:
+    build_plans("--engineDir", plans / "code_predictor", "--onlyCodePredictor", "--noBackup", *RTX)
+    assert record(plans / "code_predictor")["verify_size"] == 8
+    assert not list(plans.rglob("*.bak"))
+
+
+def test_a_dry_run_prints_the_profiles_and_writes_nothing(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_name: str) -> None:
+        raise AssertionError("a dry run needs no TensorRT")
+
+    monkeypatch.setattr("trt_cpspec.builder.engine.load_binding", absent)
+    before = contents(plans)
+    result = CliRunner().invoke(build, ["--engineDir", str(plans), "--dryRun", "--maxVerifySize", "3"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert contents(plans) == before
+    heads = [line for line in result.stdout.splitlines() if line.startswith("eng/")]
+    assert heads == [
+        "eng/code2wav: codec decoder unchanged (nothing to do)",
+        "eng/code_predictor: code predictor would build (it takes 1 position(s) a pass, 3 are wanted)",
+        "eng/talker: decoder unchanged (nothing to do)",
+    ]
+    marked = [re.split(r"  +", line)[1:] for line in result.stdout.splitlines() if line.startswith("*")]
+    assert marked == [
+        ["generation", "positions", "1x1 | 1x1 | 4x1", "1x1 | 1x1 | 4x3"],
+        ["generation", "inputs_embeds", "1x1x16 | 1x1x16 | 4x1x16", "1x1x16 | 1x1x16 | 4x3x16"],
+    ]
+
+
+def test_a_dry_run_for_a_backend_says_what_it_would_build_again(plans: Path) -> None:
+    args = ("--engineDir", plans, "--dryRun", "--maxVerifySize", "1", "--backend", "tensorrt_rtx")
+    stdout, _ = build_plans(*args, "--computeCapability", "12.0", "--builderOptimizationLevel", "0")
+    assert stdout.count("would build (compute_capabilities was ['8.6'], it is now ['12.0'])") == 3
+    stdout, _ = build_plans(*args, "--computeCapability", "8.6", "--builderOptimizationLevel", "0")
+    assert stdout.count(" unchanged (") == 3
+
+
+def test_plans_are_built_of_exported_graphs(rtx_binding: Any, engines: Path, work: Path) -> None:
+    before = contents(engines)
+    stdout, _ = build_plans("--onnxDir", engines, "--engineDir", "eng", "--maxVerifySize", "2", *RTX)
+    assert contents(engines) == before
+    assert re.findall(r"^eng/(\w+): .* built in [\d.]+ s \(there is no plan yet\)$", stdout, re.MULTILINE) == sorted(
+        PLANS
+    )
+    for component, name in PLANS.items():
+        found = {path.name for path in (work / "eng" / component).iterdir()}
+        of_graph = {path.name for path in (engines / component).iterdir()}
+        assert found == of_graph - {"model.onnx", "model.onnx.data"} | {name}
+        assert record(work / "eng" / component)["precision"] == "fp32"
+    # One component by itself: the others stay as they are.
+    after = contents(work / "eng")
+    stdout, _ = build_plans("--onnxDir", engines / "code_predictor", "--engineDir", "eng", "--maxVerifySize", "4", *RTX)
+    assert stdout.startswith("eng/code_predictor: code predictor built")
+    now = contents(work / "eng")
+    assert {name for name in now if now[name] != after.get(name)} == {
+        f"code_predictor/{name}" for name in ("llm.engine", "llm.engine.bak", "config.json")
+    }
+
+
+def test_without_a_cuda_device_the_graphs_beside_the_plans_speak(rtx_binding: Any, work: Path) -> None:
+    """What a newcomer gets with TensorRT-RTX installed and no GPU: the default backend, and the default device."""
+    backend = () if importlib.util.find_spec("tensorrt") is None else ("--backend", "tensorrt_rtx")
+    args = ("--checkpointDir", CHECKPOINT, "--engineDir", "eng", "--precision", "fp32")
+    build_plans(*args, *backend, *LIMITS)
+    golden, arrays = (GOLDEN / "tts_a" / name for name in ("golden.json", "golden.npz"))
+    prompt = json.loads(golden.read_text())["prompts"][0]
+    asked = {key: prompt["request"][key] for key in ("language", "speaker", "non_streaming_mode", "repetition_penalty")}
+    asked |= {"talker_temperature": 0, "subtalker_temperature": 0, "max_audio_length": 12}
+    Path("input.json").write_text(json.dumps({"requests": [request(prompt["request"]["text"], **asked)]}))
+    for args in ((), ("--cpSpecVerifySize", "3"), ("--device", "cpu")):
+        response, lines = speak_without_a_gpu(Path("eng"), "--inputFile", "input.json", *args)
+        np.testing.assert_array_equal(codes_of(response), np.load(arrays)[f"{prompt['id']}.codes"])
+        if "--device" in args:
+            assert lines == []
+        else:
+            (warning,) = lines
+            assert re.fullmatch("WARNING: the engines have plans, but .*CUDA.*; running on the CPU", warning)
+
+
+def test_a_narrow_plan_falls_back_until_it_is_widened(plans: Path) -> None:
+    say = ("--text", TEXT, "--seed", "1", "--cpSpecVerifySize", "3")
+    response, lines = speak_without_a_gpu(plans, *say)
+    reason = response["cp_spec"]["fallback_reason"]
+    assert (response["cp_spec"]["requested_verify_size"], response["cp_spec"]["verify_size"]) == (3, 0)
+    assert "at most 1 position(s) a pass and 3 were asked" in reason
+    assert [line for line in lines if reason in line] == lines[1:]
+    assert response["audio_samples"] > 0
+    build_plans("--engineDir", plans, "--onlyCodePredictor", "--maxVerifySize", "3", *RTX)
+    response, lines = speak_without_a_gpu(plans, *say)
+    assert (response["cp_spec"]["verify_size"], response["cp_spec"]["fallback_reason"], len(lines)) == (3, None, 1)
+
+
+OF_CHECKPOINT = ("--checkpointDir", str(CHECKPOINT))
+REFUSED_PLANS: dict[str, tuple[tuple[str, ...], str]] = {
+    "both sources": ((*OF_CHECKPOINT, "--onnxDir", "graphs"), "--onnxDir builds from graphs .* give one of them"),
+    "only, of a checkpoint": (
+        (*OF_CHECKPOINT, "--onlyCodePredictor"), "--onlyCodePredictor builds from graphs and --checkpointDir from a",
+    ),
+    "dry run of a checkpoint": ((*OF_CHECKPOINT, "--dryRun"), "--dryRun builds from graphs and --checkpointDir from a"),
+    "precision of graphs": (
+        ("--onnxDir", "graphs", "--precision", "fp16"), "--precision goes with --checkpointDir: .* written in",
+    ),
+    "backend": (("--backend", "rtx", *OF_CHECKPOINT), "unknown backend 'rtx'; allowed: .*tensorrt, tensorrt_rtx"),
+    "backend of a dry run": (("--onnxDir", "graphs", "--dryRun", "--backend", "trt"), "unknown backend 'trt'"),
+    "bf16": (
+        (*OF_CHECKPOINT, "--backend", "onnxruntime", "--precision", "bf16"), "bf16 is not possible .* no BF16; give",
+    ),
+    "no plan": (("--onnxDir", "graphs", "--backend", "onnxruntime"), "a plan needs TensorRT or TensorRT-RTX"),
+    "nothing to build from": ((), "eng does not exist, .*: say with --checkpointDir or --onnxDir what to build from"),
+    "no graphs": (("--onnxDir", "nowhere"), "the ONNX folder nowhere does not exist"),
+    "empty": (("--onnxDir", "empty"), "empty holds no component: none of its folders has both model.onnx and config"),
+    "only, of nothing": (("--onnxDir", "graphs", "--onlyCodePredictor"), "eng does not exist: .* an existing one"),
+    "width": (("--onnxDir", "graphs", "--maxVerifySize", "9"), "max_verify_size is 9"),
+    "capability": (("--onnxDir", "graphs", "--computeCapability", "86"), "'86'; give major.minor, for example 8.6"),
+    "level": (("--onnxDir", "graphs", "--builderOptimizationLevel", "6"), "is 6, it must be 0 to 5"),
+    "workspace": (("--onnxDir", "graphs", "--workspaceMiB", "0"), "workspaceMiB is 0, it must be at least 1"),
+    "a GPU for ONNX Runtime": (
+        (*OF_CHECKPOINT, "--backend", "onnxruntime", "--computeCapability", "8.6"), "--computeCapability,.*without one",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED_PLANS)
+def test_a_plan_that_is_refused_writes_nothing(case: str, engines: Path, work: Path) -> None:
+    shutil.copytree(engines / "code_predictor", work / "graphs")
+    (work / "empty").mkdir()
+    before = contents(work)
+    args, message = REFUSED_PLANS[case]
+    result = CliRunner().invoke(build, ["--engineDir", "eng", *args])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(message, result.stderr.replace("\n", " ")), result.stderr
+    assert isinstance(result.exception, SystemExit)
+    assert contents(work) == before
+    assert not (work / "eng").exists()
+
+
+@pytest.mark.parametrize(("name", "extra"), [("tensorrt", "tensorrt"), ("tensorrt_rtx", "rtx")])
+def test_a_backend_that_is_not_installed_names_its_extra(
+    name: str, extra: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    args = ("--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--backend", name)
+    result = CliRunner().invoke(build, args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"cannot be imported (ModuleNotFoundError: import of {name} halted; None in sys.modules)" in result.stderr
+    assert f'install it with pip install "trt_cpspec[{extra}]"' in result.stderr
+    assert files(work) == set()
+
+
+def test_a_capability_that_the_backend_lacks_is_refused(rtx_binding: Any, engines: Path, work: Path) -> None:
+    args = ("--onnxDir", str(engines), "--engineDir", "eng", "--backend", "tensorrt_rtx", "--computeCapability", "1.0")
+    result = CliRunner().invoke(build, args)
+    assert result.exit_code == 2
+    assert re.search(r"does not build for compute capability 1.0; allowed: .*8.6", result.stderr)
+    assert files(work) == set()
+
+
+def test_a_terminal_shows_the_progress_of_plans(plans: Path) -> None:
+    args = ("--engineDir", str(plans), "--onlyCodePredictor", "--maxVerifySize", "2", *RTX)
+    code, stdout, shown = on_terminal("cpspec-build", *args)
+    assert (code, " built in " in stdout) == (0, True)
+    assert re.search(r"plans .*100%", shown)
 
 
 # ---- help -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -141,8 +143,51 @@ def test_codes_that_differ_are_a_bug(report: str, folder: Path, monkeypatch: pyt
     assert isinstance(result.exception, AssertionError)
 
 
-@pytest.mark.parametrize(("args", "tail"), [((), ""), (("TEXT=Say this one.",), ' --text "Say this one."')])
-def test_make_demo_passes_the_text(args: tuple[str, ...], tail: str) -> None:
-    result = run("make", "--dry-run", "demo", *args, cwd=ROOT)
+# ---- make demo ------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Say this one.",
+    'it\'s "quoted"',
+    "costs $5 or $HOME",
+    "`touch ran` $(touch ran)",
+    "a; touch ran #",
+    "你好",
+]
+
+
+def make_demo(work: Path, *args: str, **environment: str) -> list[str]:
+    """Run ``make demo`` with a stand-in for cpspec; return the arguments that reach it."""
+    (work / "bin").mkdir()
+    (work / "installed").touch()  # newer than pyproject.toml: nothing is installed
+    stand_in = work / "bin" / "cpspec"
+    stand_in.write_text(
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(work / 'seen')!r}, 'w'))\n"
+    )
+    stand_in.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name not in ("TEXT", "MAKEFLAGS", "MAKEOVERRIDES")}
+    result = subprocess.run(
+        ["make", "demo", f"VENV={work}", *args],
+        cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    seen: list[str] = json.loads((work / "seen").read_text())
+    return seen
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("where", ["command line", "environment"])
+def test_make_demo_passes_the_text_as_it_is(text: str, where: str, tmp_path: Path) -> None:
+    given = {"TEXT": text} if where == "environment" else {}
+    args = [] if given else [f"TEXT={text}"]
+    assert make_demo(tmp_path, *args, **given) == ["demo", "--text", text]
+    assert not (ROOT / "ran").exists()
+
+
+def test_make_demo_without_a_text_leaves_the_default(tmp_path: Path) -> None:
+    assert make_demo(tmp_path) == ["demo"]
+
+
+def test_make_demo_shows_no_text_to_the_shell() -> None:
+    result = run("make", "--dry-run", "demo", "TEXT=Say this one.", cwd=ROOT)
     assert result.returncode == 0
-    assert re.search(r"/cpspec demo *(.*)$", result.stdout.strip())[1] == tail.strip()  # type: ignore[index]
+    assert result.stdout.strip().endswith('/cpspec demo --text "$TEXT"')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -24,7 +23,6 @@ from trt_cpspec.builder.engine import (
     check_precision,
     choose_backend,
     layer_types,
-    load_binding,
     load_plugins,
     strongly_typed,
     title_of,
@@ -39,19 +37,9 @@ GOLDEN = Path(__file__).parent / "golden"
 COMPONENTS = {"talker": Kind.DECODER, "code_predictor": Kind.CODE_PREDICTOR, "code2wav": Kind.CODEC}
 
 
-def rtx_or_skip() -> Any:
-    """Return the binding; without it skip, or fail where it is required."""
-    try:
-        return load_binding("tensorrt_rtx")
-    except EngineError as error:
-        if os.environ.get("CPSPEC_REQUIRE_RTX") == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-
-
 @pytest.fixture(scope="session")
-def rtx() -> Any:
-    return rtx_or_skip()
+def rtx(rtx_binding: Any) -> Any:
+    return rtx_binding
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from trt_cpspec import cuda_sampling as twin
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.cuda_sampling import NO_ERROR, REQUEST, FrameState, KernelCalls, KernelSizes
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.sampling import Use, law
+from trt_cpspec.sampling import Use, law, uniforms
 
 Array = NDArray[Any]
 MakeKernels = Callable[..., Kernels]
@@ -223,6 +223,26 @@ def test_logits_of_no_law_are_reported_and_stay_in_bounds(make: MakeKernels, cod
     got = select(make(sizes_of(codebook)), logits, rows, last)
     np.testing.assert_array_equal(got.errors, [2, 2, 3, 4, NO_ERROR])
     compare(Tally(), logits, rows, last, got, use=Use.TARGET, what="no law")
+
+
+@pytest.mark.parametrize("codebook", [31, 2048, 4097])
+def test_scores_a_millionth_apart_are_told_apart(make: MakeKernels, codebook: int) -> None:
+    """The noise of the most favoured code of each row is met by a logit of another code, up to a few float32 steps.
+
+    A float32 logarithm of a uniform number near 1 would be wrong in the third digit.
+    """
+    batch, codes = 64, np.arange(codebook)
+    rows, last = requests([(0, 1.0, 1.0)] * batch), np.zeros(batch, np.int32)
+    logits = np.full((batch, 1, codebook), -40, np.float32)
+    expected = np.zeros(batch, np.int32)
+    for row in range(batch):
+        noise = -np.log(-np.log(uniforms(int(rows[row]["seed"]), int(rows[row]["frame"]), 1, Use.TARGET, codes)))
+        first, other = int(np.argmax(noise)), int(np.argmin(noise))
+        logits[row, 0, first] = 0
+        logits[row, 0, other] = noise[first] - noise[other] + (4e-6 if row % 2 else -4e-6)
+        expected[row] = other if row % 2 else first
+    got = select(make(sizes_of(codebook)), logits, rows, last)
+    np.testing.assert_array_equal(got.codes[:, 0], expected)
 
 
 def test_laws_are_optional(make: MakeKernels) -> None:
@@ -492,9 +512,10 @@ DTYPES = ("F32", "F16", "BF16")
 
 
 def stored(array: Array, dtype: str) -> Array:
-    """Return an array as it lies in memory; BF16 as its 16 bits."""
+    """Return an array as it lies in memory, rounded to nearest even; BF16 as its 16 bits."""
     if dtype == "BF16":
-        return (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return array.astype({"F32": np.float32, "F16": np.float16}[dtype])
 
 
@@ -557,6 +578,8 @@ def test_pass_inputs_equal_their_twins(make: MakeKernels, dtypes: tuple[str, str
     expected = twin.embed_project(loaded(tables, weight), projection, codes, drafts, last, padding=77)
     np.testing.assert_array_equal(after["positions"], expected.positions)
     np.testing.assert_allclose(loaded(after["embeds"], inputs), expected.embeds, rtol=0, atol=tolerance)
+    if not projected:
+        np.testing.assert_array_equal(after["embeds"], stored(expected.embeds, inputs))
 
     ones = np.ones(batch, np.int32)
     arrays = {

@@ -18,7 +18,7 @@ import pytest
 from onnx import TensorProto, helper
 from trt_cpspec.builder import rebuild as rebuild_module
 from trt_cpspec.builder import sidecar
-from trt_cpspec.builder.engine import Backend, EngineOptions, Plan, load_binding
+from trt_cpspec.builder.engine import Backend, EngineOptions, Plan
 from trt_cpspec.builder.profile import GENERATION, profiles_from_json
 from trt_cpspec.builder.rebuild import Outcome, RebuildOptions, build_component, rebuild
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
@@ -30,13 +30,8 @@ ENGINE = EngineOptions(compute_capabilities=("8.6", "12.0"), optimization_level=
 
 
 @pytest.fixture(scope="session")
-def rtx() -> Backend:
-    try:
-        return Backend(name="tensorrt_rtx", binding=load_binding("tensorrt_rtx"))
-    except EngineError as error:
-        if os.environ.get("CPSPEC_REQUIRE_RTX") == "1":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+def rtx(rtx_binding: Any) -> Backend:
+    return Backend(name="tensorrt_rtx", binding=rtx_binding)
 
 
 @pytest.fixture(scope="session")

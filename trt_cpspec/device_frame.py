@@ -1,12 +1,13 @@
 """The frame on the device: prefill and all rounds of draft, verify and accept as one CUDA graph launch.
 
-The same rounds as :func:`trt_cpspec.frame.decode_frame`, with the kernels of :mod:`trt_cpspec.cuda_sampling` in place of
-numpy and the engine captured between them. A conditional node repeats the round for as long as a row of the batch
+The same rounds as :func:`trt_cpspec.frame.decode_frame`, with the kernels of :mod:`trt_cpspec.cuda_sampling` in place
+of numpy and the engine captured between them. A conditional node repeats the round for as long as a row of the batch
 misses codes; the host uploads once, launches once and waits once a frame.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,11 @@ class DeviceFrames:
     session : TensorRTDecoderSession
     tables : DeviceTables
     spec : CodePredictorSpec
+
+    Attributes
+    ----------
+    wait_seconds : float
+        Time that the host has waited for frames so far; the rest of a call is its own work.
     """
 
     def __init__(self, session: TensorRTDecoderSession, tables: DeviceTables, spec: CodePredictorSpec) -> None:
@@ -102,7 +108,7 @@ class DeviceFrames:
         )
         self._library = KernelLibrary(self._sizes.macros())
         self._graphs: dict[tuple[int, int, Mode], _FrameGraph] = {}
-        self._buffers: object = None
+        self.wait_seconds = 0.0
 
     def decode(
         self,
@@ -130,12 +136,17 @@ class DeviceFrames:
         """
         batch = len(rows)
         self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
-        if self._buffers is not self._session.buffers:  # a graph is bound to the memory that it was captured with
-            self._graphs, self._buffers = {}, self._session.buffers
         key = (batch, window.max_drafts, mode)
-        if key not in self._graphs:
-            self._graphs[key] = _FrameGraph(self._session, self._tables, self._sizes, self._library, *key)
-        return self._graphs[key].decode(talker_hidden, code0, rows, window)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = _FrameGraph(
+                self._session, self._tables, self._sizes, self._library, batch, window.max_drafts, mode
+            )
+        graph.launch(talker_hidden, code0, rows)
+        started = time.perf_counter()
+        self._session.device.synchronize()
+        self.wait_seconds += time.perf_counter() - started
+        return graph.result(window)
 
 
 class _Block:
@@ -178,7 +189,7 @@ class _FrameGraph:
         drafts: int,
         mode: Mode,
     ) -> None:
-        self._device, self._session, self._tables = session.device, session, tables
+        self._device, self._buffers, self._tables = session.device, session.buffers, tables
         self._calls, self._library = KernelCalls(sizes), library
         self._batch, self._drafts, self._coupled = batch, drafts, mode == "coupled"
         self._groups, self._width = sizes.num_code_groups, drafts + 1
@@ -207,19 +218,17 @@ class _FrameGraph:
         self._draft_laws = self._device.zeros((batch, drafts, codebook), np.float32) if needs_laws else None
         self._graph = self._captured()
 
-    def decode(
-        self,
-        talker_hidden: NDArray[np.float32],
-        code0: Codes,
-        rows: Sequence[tuple[SamplingParams, int, int]],
-        window: Window,
-    ) -> FrameResult:
-        """Fill the page-locked inputs, launch, wait, and read what came back."""
+    def launch(
+        self, talker_hidden: NDArray[np.float32], code0: Codes, rows: Sequence[tuple[SamplingParams, int, int]]
+    ) -> None:
+        """Fill the page-locked inputs and launch."""
         self._input.host["requests"][...] = request_array(rows)
         self._input.host["talker_hidden"][...] = talker_hidden
         self._state.host["codes"][:, 0] = code0
         self._graph.launch()
-        self._device.synchronize()
+
+    def result(self, window: Window) -> FrameResult:
+        """Read what came back, after the stream has been waited for."""
         errors = self._state.host["errors"]
         if (errors != NO_ERROR).any():
             row = int(np.argmin(errors))
@@ -230,9 +239,10 @@ class _FrameGraph:
         return FrameResult(codes=self._state.host["codes"].copy(), rounds=rounds, window=window)
 
     def _captured(self) -> Graph:
-        # TensorRT sets up on a context's first pass, which a capture cannot hold.
-        for length in {2, self._width}:
-            self._session.buffers.enqueue(length)
+        # What happens on a first run (TensorRT's set-up, the loading of a kernel) cannot be captured.
+        self._begin()
+        self._verify()
+        self._library.load("repeat_round")
         self._device.synchronize()
         return self._device.capture_loop(self._begin, self._round, self._state.download)
 
@@ -240,7 +250,7 @@ class _FrameGraph:
         """Prefill, the first code, and the first drafts."""
         self._input.upload()
         self._state.upload()
-        buffers, state = self._session.buffers, self._state.address
+        buffers, state = self._buffers, self._state.address
         weight, bias = self._projection()
         self._run(
             self._calls.start_frame(
@@ -266,8 +276,13 @@ class _FrameGraph:
         self._draft(second_row, rows_of_hidden=2)
 
     def _round(self, handle: int) -> None:
-        """Verify the drafts, commit, draft the next, and say whether a row misses codes."""
-        buffers, state = self._session.buffers, self._state.address
+        """Run a round, and say whether a row still misses codes."""
+        self._verify()
+        self._run(self._calls.repeat_round(handle=handle, last=self._last.address, rows=self._batch))
+
+    def _verify(self) -> None:
+        """Verify the drafts, commit, and draft the next."""
+        buffers, state = self._buffers, self._state.address
         weight, bias = self._projection()
         self._run(
             self._calls.embed_project(
@@ -295,7 +310,6 @@ class _FrameGraph:
         self._select(self._picks, self._target_laws, Use.TARGET, width=self._width, deepest=self._groups - 1)
         self._accept(drafts=self._drafts, record=True)
         self._draft(buffers.hidden.address, rows_of_hidden=self._width)
-        self._run(self._calls.repeat_round(handle=handle, last=self._last.address, rows=self._batch))
 
     def _draft(self, hidden: int, *, rows_of_hidden: int) -> None:
         if self._drafts == 0:

@@ -130,6 +130,13 @@ class KernelLibrary:
         code = compile_source(source_of(name), self._macros, arch=f"sm_{self.device.arch}")
         return code.get_kernel(name)
 
+    def load(self, name: str) -> None:
+        """Compile a kernel and load its code, so that a later launch of it can be captured."""
+        driver = _import("cuda.bindings.driver")
+        status, *_ = driver.cuKernelGetFunction(driver.CUkernel(int(self.kernel(name).handle)))
+        if int(status) != 0:
+            raise EngineError(f"the kernel {name} cannot be loaded: {status.name}")
+
     def run_on(self, handle: int, call: Call) -> None:
         """Put one launch on the stream with this driver handle, which may be capturing a graph."""
         if handle not in self._streams:

@@ -19,11 +19,13 @@ from .config import (
     checked_mode,
     resolve_window,
 )
-from .errors import ConfigError, EngineError, NumericsError
+from .device_frame import DeviceFrames, DeviceTables
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .runtime import Decoder, Runtime, open_runtime
 from .sampling import PhiloxNoise
 from .tensorfile import RowTable, TensorFile
+from .trt_session import TensorRTDecoderSession
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class CodePredictor:
         session: Decoder,
         tables: PredictorTables,
         code0_embedding: RowTable,
+        *,
+        device_frames: DeviceFrames | None = None,
     ) -> None:
         self.spec = spec
         self.num_code_groups = spec.num_code_groups
@@ -58,6 +62,7 @@ class CodePredictor:
         self._session = session
         self._tables = tables
         self._code0_embedding = code0_embedding
+        self._device_frames = device_frames
         self._warned: set[str] = set()
 
     @classmethod
@@ -99,13 +104,25 @@ class CodePredictor:
                 f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
                 f"talker_hidden_size {spec.talker_hidden_size}"
             )
-        session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity)
-        return cls(spec, session, PredictorTables.from_dir(folder, spec), embedding)
+        session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
+        tables = PredictorTables.from_dir(folder, spec)
+        frames = _open_device_frames(session, folder, talker_dir, spec)
+        return cls(spec, session, tables, embedding, device_frames=frames)
 
     @property
     def run_seconds(self) -> float:
-        """Seconds spent inside the engine so far."""
-        return self._session.run_seconds
+        """Seconds spent in the engine so far; for frames on the device, waiting for them."""
+        frames = self._device_frames
+        return self._session.run_seconds + (frames.wait_seconds if frames is not None else 0.0)
+
+    @property
+    def frame_on_device(self) -> bool:
+        """Whether a frame is one launch on the GPU, and not a loop of the host."""
+        return self._device_frames is not None
+
+    def drive_from_host(self) -> None:
+        """Let the host run the rounds from now on, with numpy's sampling: to compare, or to find a fault."""
+        self._device_frames = None
 
     @property
     def max_verify_size(self) -> int:
@@ -177,8 +194,8 @@ class CodePredictor:
         first = np.atleast_1d(np.asarray(code0))
         self._check_inputs(hidden, first)
         batch = len(hidden)
-        rows = [
-            FrameRow(row_params, PhiloxNoise(_in_range("seed", seed, 64), _in_range("frame", frame, 32)))
+        draws = [
+            (row_params, _in_range("seed", seed, 64), _in_range("frame", frame, 32))
             for row_params, seed, frame in zip(
                 _per_row(params or SamplingParams(), batch, "params"),
                 _per_row(seeds, batch, "seeds"),
@@ -186,9 +203,12 @@ class CodePredictor:
                 strict=True,
             )
         ]
-        window = self.window(verify_size)
+        window, checked = self.window(verify_size), checked_mode(mode)
         try:
-            return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked_mode(mode))
+            if self._device_frames is not None:
+                return self._device_frames.decode(hidden, first.astype(np.int32), draws, window=window, mode=checked)
+            rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
+            return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
         except NumericsError:
             self._session.clear()
             raise
@@ -245,6 +265,19 @@ class CodePredictor:
             raise ConfigError(f"code0 must lie in [0, {len(self._code0_embedding)}), it is {code0.tolist()}")
         if not np.isfinite(hidden).all():
             raise NumericsError("talker_hidden is not finite", row=int(np.argmin(np.isfinite(hidden).all(axis=1))))
+
+
+def _open_device_frames(
+    session: Decoder, folder: Path, talker_dir: Path, spec: CodePredictorSpec
+) -> DeviceFrames | None:
+    """Return the frame loop of the GPU where the session runs on one and the kernels can be had."""
+    if not isinstance(session, TensorRTDecoderSession):
+        return None
+    try:
+        return DeviceFrames(session, DeviceTables.from_dir(session.device, folder, talker_dir, spec), spec)
+    except CpSpecError as error:
+        logger.warning("the rounds of a frame are driven by the host, one wait each: %s", error)
+        return None
 
 
 class PredictorTables:

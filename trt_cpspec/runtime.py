@@ -77,11 +77,16 @@ class Runtime:
     cuda: Device | None = None
     threads: int | None = None
 
-    def decoder(self, folder: Path, spec: DecoderSpec, capacity: int) -> Decoder:
-        """Open the decoder of a component folder."""
+    def decoder(self, folder: Path, spec: DecoderSpec, capacity: int, *, keep_buffers: bool = False) -> Decoder:
+        """Open the decoder of a component folder.
+
+        ``keep_buffers`` keeps the device memory of every batch size that was used, with its captured passes: for a
+        decoder with a short cache whose batch changes often.
+        """
         if self.cuda is None:
             return DecoderSession(folder / GRAPH_FILE, spec, capacity=capacity, threads=self.threads)
-        return TensorRTDecoderSession(self._plan(folder, DECODER_PLAN), self.cuda, spec, capacity=capacity)
+        plan = self._plan(folder, DECODER_PLAN)
+        return TensorRTDecoderSession(plan, self.cuda, spec, capacity=capacity, keep_buffers=keep_buffers)
 
     def graph(self, folder: Path) -> StaticGraph:
         """Open the codec's graph."""

@@ -178,7 +178,8 @@ class DecoderBuffers:
         ):
             profile = CONTEXT_PROFILE
         context = _new_context(self._plan, self._activations)
-        context.set_optimization_profile_async(profile, self._device.stream)
+        if not context.set_optimization_profile_async(profile, self._device.stream):
+            raise EngineError(f"{self._plan.path}: profile {profile} could not be selected; build the engine again")
         shapes = {
             "inputs_embeds": (self.batch, length, self._spec.hidden_size),
             "positions": (self.batch, length),
@@ -215,6 +216,8 @@ class TensorRTDecoderSession:
         Positions that a row may use at most.
     use_graphs : bool
         Capture short passes as CUDA graphs.
+    keep_buffers : bool
+        Keep the memory and graphs of every (batch, cache extent) that was used.
 
     Attributes
     ----------
@@ -223,7 +226,14 @@ class TensorRTDecoderSession:
     """
 
     def __init__(
-        self, plan: Plan, device: Device, spec: DecoderSpec, *, capacity: int, use_graphs: bool = True
+        self,
+        plan: Plan,
+        device: Device,
+        spec: DecoderSpec,
+        *,
+        capacity: int,
+        use_graphs: bool = True,
+        keep_buffers: bool = False,
     ) -> None:
         plan.check_names(
             {"inputs_embeds", "positions", "hidden_states"}
@@ -234,6 +244,9 @@ class TensorRTDecoderSession:
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._buffers: DecoderBuffers | None = None
         self._staging: dict[int, _Staging] = {}
+        self._kept: dict[tuple[int, int], tuple[DecoderBuffers, dict[int, _Staging]]] | None = (
+            {} if keep_buffers else None
+        )
         self.run_seconds = 0.0
 
     @property
@@ -336,8 +349,13 @@ class TensorRTDecoderSession:
         self.device.call("cuMemcpy2DAsync", copy, self.device.stream)
 
     def _replace(self, batch: int, slots: int) -> None:
+        if self._kept is not None and (batch, slots) in self._kept:
+            self._buffers, self._staging = self._kept[batch, slots]
+            return
         self._staging = {}
         self._buffers = DecoderBuffers(self.plan, self.device, self._spec, self._activations, batch, slots)
+        if self._kept is not None:
+            self._kept[batch, slots] = self._buffers, self._staging
 
 
 class TensorRTGraphSession:

@@ -1,0 +1,267 @@
+"""The runtime on a CUDA device with a real TensorRT, on the tiny golden checkpoints.
+
+Plans are built once. ``CPSPEC_ENGINE_CACHE`` names a folder to keep them in, for builds that take long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trt_cpspec.builder.engine import EngineOptions, choose_backend
+from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
+from trt_cpspec.builder.tts import BuildOptions, TtsBuild
+from trt_cpspec.config import SamplingParams
+from trt_cpspec.cuda import Device
+from trt_cpspec.errors import EngineError, NumericsError
+from trt_cpspec.pipeline import Qwen3TTS
+from trt_cpspec.predictor import CodePredictor
+
+pytestmark = pytest.mark.gpu
+
+GOLDEN = Path(__file__).parent / "golden"
+QUICK = EngineOptions(optimization_level=0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device() -> None:
+    """Skip where there is no device, and fail instead where one is required."""
+    try:
+        Device()
+    except EngineError as error:
+        if os.environ.get("CPSPEC_REQUIRE_GPU") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+def build_plans(variant: str, precision: str, folder: Path, max_verify_size: int = 8) -> Path:
+    """Build a golden checkpoint for TensorRT; an engine that is there already is used as it is."""
+    if not folder.is_dir():
+        options = BuildOptions(precision=precision, max_verify_size=max_verify_size)
+        backend = choose_backend("tensorrt")
+        with TtsBuild(GOLDEN / variant / "checkpoint", folder, options, backend=backend, engine_options=QUICK) as build:
+            for name, _, write in build.components:
+                write()
+                build.build_plan(name, lambda phase, done: None)
+            build.commit()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    cache = os.environ.get("CPSPEC_ENGINE_CACHE")
+    root = Path(cache) if cache else tmp_path_factory.mktemp("plans")
+    return lambda variant, precision: build_plans(variant, precision, root / f"{variant}_{precision}")
+
+
+class Model:
+    """A golden variant on the GPU, beside the FP32 graphs on the CPU."""
+
+    def __init__(self, variant: str, precision: str, folder: Path) -> None:
+        self.variant, self.precision, self.folder = variant, precision, folder
+        self.golden = json.loads((GOLDEN / variant / "golden.json").read_text(encoding="utf-8"))
+        self.arrays = np.load(GOLDEN / variant / "golden.npz")
+        self.tts = Qwen3TTS.from_engine_dir(folder, device="cuda")
+        self.host = CodePredictor.from_engine_dir(folder / "code_predictor", device="cuda")
+        self.host.drive_from_host()
+
+    def speak(self, prompt: dict[str, Any], **options: Any) -> Any:
+        request = prompt["request"]
+        return self.tts.synthesize(
+            request["text"],
+            language=request["language"] or "",
+            speaker=request.get("speaker") or "",
+            instruct=request["instruct"] or "",
+            non_streaming_mode=request["non_streaming_mode"],
+            repetition_penalty=request["repetition_penalty"],
+            max_audio_length=request["max_new_tokens"] - 1,
+            **options,
+        )
+
+
+@pytest.fixture(scope="session", params=["tts_a-fp32", "tts_a-fp16", "tts_b-fp32", "tts_b-fp16"])
+def model(request: pytest.FixtureRequest, plans: Callable[[str, str], Path]) -> Iterator[Model]:
+    variant, precision = request.param.split("-")
+    yield Model(variant, precision, plans(variant, precision))
+
+
+GREEDY = {"talker_temperature": 0.0, "subtalker_temperature": 0.0}
+
+
+def test_a_frame_is_one_launch(model: Model) -> None:
+    assert model.tts.predictor.frame_on_device
+    assert not model.host.frame_on_device
+
+
+@pytest.mark.parametrize(
+    ("verify_size", "mode"), [(0, "rejection"), (3, "rejection"), (8, "rejection"), (8, "coupled")]
+)
+def test_greedy_codes_are_the_reference_s(model: Model, verify_size: int, mode: str) -> None:
+    if model.precision != "fp32":
+        pytest.skip("FP16 rounds: see the test of its hidden states")
+    for prompt in model.golden["prompts"]:
+        speech = model.speak(prompt, verify_size=verify_size, mode=mode, **GREEDY)
+        wave = model.arrays[f"{prompt['id']}.wav"]
+        np.testing.assert_array_equal(speech.codes, model.arrays[f"{prompt['id']}.codes"])
+        assert speech.finish_reason == {"max": "length", "eos": "eos"}[prompt["finish_reason"]]
+        assert np.abs(speech.waveform - wave).max() < 1e-4 * np.abs(wave).max()
+
+
+def test_hidden_states_at_every_width(model: Model) -> None:
+    """Teacher forced: each frame's golden codes, in passes of 1, 2, 3 and 8 positions."""
+    bound = {"fp32": 1e-4, "fp16": 1e-2}[model.precision]
+    worst = 0.0
+    for prompt in model.golden["prompts"]:
+        codes, hidden = model.arrays[f"{prompt['id']}.codes"], model.arrays[f"{prompt['id']}.cp_hidden"]
+        talker_hidden = model.arrays[f"{prompt['id']}.talker_hidden"]
+        for frame, width in np.ndindex(len(hidden), 4):
+            found = frame_states(model.host, talker_hidden[frame], codes[frame], (1, 2, 3, 8)[width])
+            worst = max(worst, np.linalg.norm(found - hidden[frame]) / np.linalg.norm(hidden[frame]))
+    print(f"{model.variant} {model.precision}: relative error of hidden states {worst:.2e}")
+    assert worst < bound
+
+
+def frame_states(predictor: CodePredictor, talker_hidden: np.ndarray, codes: np.ndarray, width: int) -> np.ndarray:
+    """Return the hidden states ``[G - 1, C]`` of a frame whose codes are given."""
+    states = [predictor.prefill(talker_hidden[None], codes[None, 0].astype(np.int32))[0]]
+    for depth in range(1, len(codes) - 1, width):
+        part = codes[depth : min(depth + width, len(codes) - 1)]
+        passed = predictor.forward(part[None].astype(np.int32), np.array([depth]), np.array([len(part)]))
+        states += list(passed[0].copy())
+    return np.stack(states)
+
+
+def test_fp16_codes_follow_where_the_margin_allows(model: Model) -> None:
+    """Teacher-forced codes equal wherever the winning margin exceeds twice the measured logit error."""
+    differing = counted = 0
+    for prompt in model.golden["prompts"]:
+        codes, logits = model.arrays[f"{prompt['id']}.codes"], model.arrays[f"{prompt['id']}.cp_logits"]
+        talker_hidden = model.arrays[f"{prompt['id']}.talker_hidden"]
+        for frame in range(len(logits)):
+            states = frame_states(model.host, talker_hidden[frame], codes[frame], 3)
+            found = np.stack(
+                [model.host.target_logits(state[None], depth + 1)[0] for depth, state in enumerate(states)]
+            )
+            error = np.abs(found - logits[frame]).max()
+            two = np.sort(logits[frame], axis=1)[:, -2:]
+            same = found.argmax(axis=1) == logits[frame].argmax(axis=1)
+            clear = two[:, 1] - two[:, 0] > 2 * error
+            assert same[clear].all()
+            counted += len(same)
+            differing += int((~same).sum())
+    print(f"{model.variant} {model.precision}: {differing} of {counted} codes differ within the rounding")
+
+
+@pytest.mark.parametrize("mode", ["rejection", "coupled"])
+@pytest.mark.parametrize("verify_size", [0, 2, 3, 8])
+def test_the_device_decodes_what_the_host_does(model: Model, verify_size: int, mode: Any) -> None:
+    """One engine, two loops: kernels on the device and numpy on the host give the same codes and rounds."""
+    rng = np.random.default_rng(7)
+    batch, width = 3, model.host.spec.talker_hidden_size
+    params = [SamplingParams(), SamplingParams(top_k=0, top_p=0.8, temperature=1.0), SamplingParams(temperature=0)]
+    same = frames = 0
+    for number in range(20):
+        options = {
+            "params": params, "seeds": [1, 2**63 + 5, 3], "frames": number, "verify_size": verify_size, "mode": mode,
+        }  # fmt: skip
+        hidden = rng.standard_normal((batch, width)).astype(np.float32)
+        code0 = rng.integers(0, 2048, batch)
+        here, there = (
+            model.tts.predictor.decode_frame(hidden, code0, **options),
+            model.host.decode_frame(hidden, code0, **options),
+        )
+        for row in range(batch):
+            frames += 1
+            same += np.array_equal(here.codes[row], there.codes[row]) and here.rounds[row] == there.rounds[row]
+    # The heads are summed in another order, so a decision on the edge may fall the other way.
+    print(f"{model.variant} {model.precision} N={verify_size} {mode}: {same} of {frames} frames equal")
+    assert same >= 0.95 * frames
+
+
+def test_coupled_equals_plain_decoding(model: Model) -> None:
+    """Up to the engine's rounding between a pass of one position and one of several."""
+    rng = np.random.default_rng(3)
+    width = model.host.spec.talker_hidden_size
+    equal = dict.fromkeys((2, 3, 4, 8), 0)
+    for number in range(40):
+        hidden, code0 = rng.standard_normal(width).astype(np.float32), int(rng.integers(0, 2048))
+        plain = model.tts.predictor.decode_frame(hidden, code0, seeds=9, frames=number)
+        for size in equal:
+            other = model.tts.predictor.decode_frame(
+                hidden, code0, seeds=9, frames=number, verify_size=size, mode="coupled"
+            )
+            equal[size] += np.array_equal(plain.codes, other.codes)
+    print(f"{model.variant} {model.precision}: frames equal to N=0 of 40: {equal}")
+    assert min(equal.values()) >= (40 if model.precision == "fp32" else 36)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model: Model) -> None:
+    rng = np.random.default_rng(5)
+    width = model.host.spec.talker_hidden_size
+    hidden, code0 = rng.standard_normal((4, width)).astype(np.float32), rng.integers(0, 2048, 4)
+    options = {"verify_size": 4, "mode": "coupled", "frames": 11}
+    alone = [model.tts.predictor.decode_frame(hidden[i], code0[i], seeds=i, **options).codes[0] for i in range(4)]
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        batch = model.tts.predictor.decode_frame(hidden[order], code0[order], seeds=order, **options).codes
+        for place, row in enumerate(order):
+            np.testing.assert_array_equal(batch[place], alone[row])
+
+
+def test_a_frame_repeats_bit_for_bit(model: Model) -> None:
+    hidden = np.random.default_rng(1).standard_normal(model.host.spec.talker_hidden_size).astype(np.float32)
+    first = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
+    for _ in range(100):
+        again = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
+        assert np.array_equal(first.codes, again.codes) and first.rounds == again.rounds
+    other = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=4, verify_size=3)
+    assert not np.array_equal(first.codes, other.codes)
+
+
+def test_a_nan_names_its_row_and_depth_and_goes_away(model: Model) -> None:
+    predictor = model.tts.predictor
+    hidden = np.random.default_rng(1).standard_normal((2, model.host.spec.talker_hidden_size)).astype(np.float32)
+    before = predictor.decode_frame(hidden, [5, 6], seeds=2)
+    frames: Any = predictor._device_frames
+    heads, device = frames._tables.heads, frames._session.device
+    head_bytes = heads.nbytes // heads.shape[0]
+    kept = np.empty(head_bytes, np.uint8)
+    device.call("cuMemcpyDtoH", kept.ctypes.data, heads.address + 6 * head_bytes, head_bytes)
+    device.upload_at(heads.address + 6 * head_bytes, np.full(head_bytes, 0xFF, np.uint8))
+    with pytest.raises(NumericsError, match="depth 7") as caught:
+        predictor.decode_frame(hidden, [5, 6], seeds=2, verify_size=3)
+    assert caught.value.row == 0
+    device.upload_at(heads.address + 6 * head_bytes, kept)
+    np.testing.assert_array_equal(predictor.decode_frame(hidden, [5, 6], seeds=2).codes, before.codes)
+
+
+def test_a_batch_of_texts_equals_each_alone(model: Model) -> None:
+    if model.precision != "fp32":
+        pytest.skip("one precision is enough: nothing here depends on it")
+    texts = ["Hello there.", "Hi", "This one is a longer text."]
+    options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_audio_length": 12}
+    together = model.tts.synthesize(texts, **options)
+    for text, speech in zip(texts, together, strict=True):
+        np.testing.assert_array_equal(model.tts.synthesize(text, **options).codes, speech.codes)
+
+
+def test_a_narrow_engine_falls_back_and_is_widened(
+    plans: Callable[[str, str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_plans("tts_a", "fp32", tmp_path / "narrow", max_verify_size=1)
+    tts = Qwen3TTS.from_engine_dir(engine, device="cuda")
+    plain = tts.synthesize("Hi", seed=1, max_audio_length=4)
+    fallen = tts.synthesize("Hi", seed=1, max_audio_length=4, verify_size=3)
+    assert "--maxVerifySize 3" in fallen.stats.window.reason and caplog.records
+    np.testing.assert_array_equal(plain.codes, fallen.codes)
+    options = RebuildOptions(max_verify_size=8, only_code_predictor=True, engine=QUICK)
+    backend = choose_backend("tensorrt")
+    assert [outcome.action for outcome in rebuild(None, engine, backend, options)] == ["built"]
+    assert [outcome.action for outcome in rebuild(None, engine, backend, options)] == ["unchanged"]
+    wide = Qwen3TTS.from_engine_dir(engine, device="cuda").synthesize("Hi", seed=1, max_audio_length=4, verify_size=3)
+    assert wide.stats.window.verify_size == 3 and wide.stats.proposed > 0

@@ -1,0 +1,729 @@
+"""Where engines run: the choice of device, the checks of a plan, and decoder sessions on a stand-in for TensorRT."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from trt_cpspec.builder.engine import Backend, EngineOptions
+from trt_cpspec.builder.rebuild import RebuildOptions, build_component
+
+from trt_cpspec import CodePredictor, runtime
+from trt_cpspec.config import DecoderSpec, Section
+from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.pipeline import Qwen3TTS
+from trt_cpspec.runtime import PlanRecord, Runtime, open_runtime
+from trt_cpspec.session import DecoderSession, GraphSession
+from trt_cpspec.trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession
+
+HIDDEN, KV_HEADS, HEAD_DIM = 6, 2, 4
+SPEC = DecoderSpec(
+    vocab_size=8, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=512, rope_theta=1e4, rms_norm_eps=1e-6,
+)  # fmt: skip
+CACHES = [f"{kind}_{layer}" for layer in range(2) for kind in ("key", "value")]
+VERSION = "11.1.0"
+PLAN = b"ftrt a plan"
+
+
+# ---- a stand-in for a device: its memory is the host's --------------------------------------------------------------
+
+
+class FakeArray:
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.host = np.full(shape, 99, dtype)  # what is not initialised is no zero
+        self.shape, self.dtype, self.nbytes = shape, self.host.dtype, self.host.nbytes
+        self.address = self.host.ctypes.data
+
+    def zero(self) -> None:
+        self.host[...] = 0
+
+
+class FakeDevice:
+    """Has the methods of ``trt_cpspec.cuda.Device`` that sessions use. A captured graph is the work itself."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self.compute_capability, self.name, self.stream = capability, "Fake", 7
+        self.driver = SimpleNamespace(
+            CUDA_MEMCPY2D=SimpleNamespace, CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device")
+        )
+        self.captured = self.launched = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
+        return FakeArray(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
+        array = FakeArray(shape, dtype)
+        array.zero()
+        return array
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def upload(self, target: FakeArray, source: np.ndarray) -> None:
+        assert source.nbytes <= target.nbytes
+        ctypes.memmove(target.address, source.ctypes.data, source.nbytes)
+
+    def download(self, target: np.ndarray, source: FakeArray) -> None:
+        assert target.nbytes <= source.nbytes
+        ctypes.memmove(target.ctypes.data, source.address, target.nbytes)
+
+    def synchronize(self) -> None: ...
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        self.captured += 1
+
+        def launch() -> None:
+            self.launched += 1
+            work()
+
+        return SimpleNamespace(launch=launch)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        assert arguments[-1] == self.stream
+        if function == "cuMemcpyDtoDAsync":
+            ctypes.memmove(*arguments[:3])
+            return
+        assert function == "cuMemcpy2DAsync"
+        (copy, _) = arguments
+        assert copy.srcMemoryType == copy.dstMemoryType == "device"
+        for row in range(copy.Height):
+            target, source = copy.dstDevice + row * copy.dstPitch, copy.srcDevice + row * copy.srcPitch
+            ctypes.memmove(target, source, copy.WidthInBytes)
+
+
+def at(address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_byte * size).from_address(address), dtype).reshape(shape)
+
+
+# ---- a stand-in for TensorRT: a decoder that counts what its cache holds --------------------------------------------
+
+
+class FakeContext:
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine, self.shapes, self.addresses = engine, dict[str, tuple[int, ...]](), dict[str, int]()
+        self.profile: int | None = None
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert size == self.engine.device_memory_size_v2
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
+        assert all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True)), (name, shape)
+        self.shapes[name] = tuple(shape)
+        return True
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self.engine.output_shapes(self.shapes)[name]
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert self.addresses.keys() == set(self.engine.names)
+        if self.engine.fails:
+            return False
+        self.engine.passes.append((self.profile, self.shapes))
+        self.engine.work(self)
+        return True
+
+
+class FakeEngine:
+    """``present = past`` with the mean of each row in its slot; ``hidden = embeds + sum of the slots up to it``."""
+
+    def __init__(self, *, context_rows: int = 16, width: int = 8, positions_width: int | None = None) -> None:
+        batch, slots = 4, 129
+        self.inputs: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.profiles: list[dict[str, tuple[tuple[int, ...], ...]]] = []
+        for rows, other in (
+            (context_rows, context_rows),
+            (width, width if positions_width is None else positions_width),
+        ):
+            cache = ((1, KV_HEADS, 1, HEAD_DIM), (1, KV_HEADS, 64, HEAD_DIM), (batch, KV_HEADS, slots, HEAD_DIM))
+            self.profiles.append(
+                {"inputs_embeds": ((1, 1, HIDDEN), (1, 1, HIDDEN), (batch, rows, HIDDEN))}
+                | {"positions": ((1, 1), (1, 1), (batch, other))}
+                | {f"past_{name}": cache for name in CACHES}
+            )
+        self.names = [*self.profiles[0], "hidden_states", *(f"present_{name}" for name in CACHES)]
+        self.device_memory_size_v2, self.fails = 1024, False
+        self.contexts = 0
+        self.passes: list[tuple[int | None, dict[str, tuple[int, ...]]]] = []
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.names)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name == "positions" else "float32"
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1,)
+
+    def get_tensor_profile_shape(self, name: str, profile: int | None) -> tuple[tuple[int, ...], ...]:
+        assert profile is not None
+        return self.profiles[profile][name]
+
+    def create_execution_context(self, strategy: str) -> FakeContext:
+        assert strategy == "user managed"
+        self.contexts += 1
+        return FakeContext(self)
+
+    def output_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def work(self, context: FakeContext) -> None:
+        shape = context.shapes["inputs_embeds"]
+        embeds = at(context.addresses["inputs_embeds"], shape, np.float32)
+        positions = at(context.addresses["positions"], shape[:2], np.int32)
+        hidden = at(context.addresses["hidden_states"], shape, np.float32)
+        for name in CACHES:
+            assert context.addresses[f"past_{name}"] == context.addresses[f"present_{name}"]
+        cache = at(context.addresses["past_key_0"], context.shapes["past_key_0"], np.float32)
+        for row, slots in enumerate(positions):
+            for place, slot in enumerate(slots):
+                cache[row, :, slot] = embeds[row, place].mean()
+            for place, slot in enumerate(slots):
+                hidden[row, place] = embeds[row, place] + cache[row, 0, : slot + 1, 0].sum()
+
+
+class FakeCodec(FakeEngine):
+    """``waveform[b, 0, 2 t + i]`` is the sum of frame t's codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profiles = [{"codes": ((1, 3, 1), (1, 3, 4), (1, 3, 9))}]
+        self.names = ["codes", "waveform"]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name == "codes" else "float32"
+
+    def output_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        batch, _, frames = shapes["codes"]
+        return {"waveform": (batch, 1, 2 * frames)}
+
+    def work(self, context: FakeContext) -> None:
+        codes = at(context.addresses["codes"], context.shapes["codes"], np.int32)
+        waveform = at(context.addresses["waveform"], context.get_tensor_shape("waveform"), np.float32)
+        waveform[:, 0] = np.repeat(codes.sum(axis=1), 2, axis=1)
+
+
+class ILogger:
+    INTERNAL_ERROR, ERROR, WARNING = range(3)
+
+
+def binding_of(engine: Any, *said: tuple[int, str], name: str = "tensorrt") -> Any:
+    """Return a module whose runtime gives ``engine`` after it said something."""
+
+    class FakeRuntime:
+        def __init__(self, logger: Any) -> None:
+            self._logger = logger
+
+        def deserialize_cuda_engine(self, data: bytes) -> Any:
+            assert data
+            for severity, message in said:
+                self._logger.log(severity, message)
+            return engine
+
+    return SimpleNamespace(
+        __name__=name, __version__=VERSION, ILogger=ILogger, Runtime=FakeRuntime, nptype=np.dtype,
+        ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user managed"),
+    )  # fmt: skip
+
+
+def plan_of(folder: Path, engine: Any, *said: tuple[int, str]) -> Plan:
+    (folder / "llm.engine").write_bytes(PLAN)
+    return Plan(folder / "llm.engine", binding_of(engine, *said))
+
+
+def session_of(folder: Path, engine: FakeEngine, **options: Any) -> tuple[TensorRTDecoderSession, FakeDevice]:
+    device: Any = FakeDevice()
+    return TensorRTDecoderSession(plan_of(folder, engine), device, SPEC, **{"capacity": 128, **options}), device
+
+
+# ---- the choice of device -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Component folders with plans, by their names alone."""
+    for name, plan in (("talker", "llm.engine"), ("code_predictor", "llm.engine"), ("code2wav", "code2wav.engine")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / plan).write_bytes(PLAN)
+    return sorted(tmp_path.iterdir())
+
+
+def without_cuda() -> Any:
+    raise EngineError("no CUDA device can be used: CUDA_ERROR_NO_DEVICE")
+
+
+def test_auto_takes_the_device_where_every_folder_has_a_plan(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(runtime, "Device", lambda: device)
+    with caplog.at_level(logging.INFO):
+        assert open_runtime("auto", folders).cuda is device
+    assert caplog.messages == ["running on Fake"]
+    assert open_runtime("cuda", folders).cuda is device
+    assert open_runtime("cpu", folders, threads=3) == Runtime(threads=3)
+
+
+def test_auto_without_a_device_warns_and_takes_the_cpu(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runtime, "Device", without_cuda)
+    assert open_runtime("auto", folders, threads=2) == Runtime(threads=2)
+    assert caplog.messages == [
+        "the engines have plans, but no CUDA device can be used: CUDA_ERROR_NO_DEVICE; running on the CPU"
+    ]
+    with pytest.raises(EngineError, match=r"^no CUDA device can be used: CUDA_ERROR_NO_DEVICE$"):
+        open_runtime("cuda", folders)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_auto_takes_the_cpu_where_a_plan_is_missing(
+    kept: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "Device", without_cuda)  # is not even looked for: no warning
+    for folder in folders[kept:]:
+        for path in folder.iterdir():
+            path.unlink()
+    assert open_runtime("auto", folders) == Runtime()
+
+
+def test_the_cpu_is_taken_without_a_look_at_cuda(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "Device", without_cuda)
+    assert open_runtime("cpu", folders) == Runtime()
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ConfigError, match="unknown device 'gpu'; allowed: auto, cpu, cuda"):
+        open_runtime("gpu", [])
+
+
+def test_a_missing_cuda_python_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(EngineError, match=r'CUDA needs cuda-python: pip install "trt_cpspec\[cuda\]"'):
+        open_runtime("cuda", [])
+
+
+def test_on_the_cpu_the_graphs_are_opened(variants: dict[str, Any]) -> None:
+    folder = variants["tts_a"].engine
+    spec = DecoderSpec.from_section(Section.from_file(folder / "code_predictor" / "config.json"))
+    assert isinstance(Runtime(threads=1).decoder(folder / "code_predictor", spec, 24), DecoderSession)
+    assert isinstance(Runtime(threads=1).graph(folder / "code2wav"), GraphSession)
+
+
+# ---- is a plan what its sidecar says? -------------------------------------------------------------------------------
+
+
+def sidecar_of(content: bytes = PLAN, name: str = "llm.engine", **changes: Any) -> dict[str, Any]:
+    plan = {"file": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    record = {"flavour": "tensorrt", "tensorrt_version": VERSION, "compute_capabilities": ["9.0"], "plan": plan}
+    return {"builder_config": {"engine": record | changes}}
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``opened(config, plan, capability)`` opens a decoder of a folder with these contents, on a stand-in."""
+
+    def of(config: dict[str, Any], plan: bytes | None = PLAN, capability: tuple[int, int] = (9, 0)) -> Any:
+        for flavour in ("tensorrt", "tensorrt_rtx"):
+            monkeypatch.setitem(sys.modules, flavour, binding_of(FakeEngine(), name=flavour))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if plan is not None:
+            (tmp_path / "llm.engine").write_bytes(plan)
+        device: Any = FakeDevice(capability)
+        return Runtime(cuda=device).decoder(tmp_path, SPEC, 128)
+
+    return of
+
+
+def test_a_plan_that_its_sidecar_describes_is_opened(opened: Callable[..., Any]) -> None:
+    session = opened(sidecar_of())
+    assert isinstance(session, TensorRTDecoderSession)
+    assert session.plan.binding.__name__ == "tensorrt"
+    assert opened(sidecar_of(flavour="tensorrt_rtx")).plan.binding.__name__ == "tensorrt_rtx"
+    assert opened(sidecar_of(compute_capabilities=["8.6", "9.0"])).max_positions() == 8
+    assert opened(sidecar_of(flavour="tensorrt_rtx", compute_capabilities=[])).max_positions() == 8  # its default set
+
+
+ONNX = b"\x08\x08\x12\x0atrt_cpspec:\xb5X\n7"
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no plan": (sidecar_of(), {"plan": None}, r"llm.engine does not exist, --device cuda needs a plan; build one with"),
+    "no record": ({"builder_config": {}}, {}, r"has no record of llm.engine .*Plans are code, .*cpspec-build"),
+    "null record": ({"builder_config": {"engine": None}}, {}, "has no record of llm.engine"),
+    "older": (sidecar_of(tensorrt_version="8.6.1"), {}, "built by tensorrt 8.6.1, 11.1.0 is installed; .*cpspec-build"),
+    "device": (sidecar_of(), {"capability": (8, 6)}, "compute capability 9.0, this device has 8.6; .* on this device"),
+    "devices": (
+        sidecar_of(compute_capabilities=["8.6", "12.0"]), {}, "compute capability 8.6, 12.0, this device has 9.0",
+    ),
+    "another plan": (sidecar_of(b"another"), {}, r"is not the plan that .*config.json describes \(its SHA"),
+    "cut short": (sidecar_of(), {"plan": PLAN[:5]}, "SHA-256 differs"),
+    "flavour": (sidecar_of(flavour="onednn"), {}, "unknown engine flavour 'onednn'; known: tensorrt, tensorrt_rtx"),
+    "empty": (sidecar_of(b""), {"plan": b""}, "llm.engine is empty: the build was cut short; build it again"),
+    "a graph": (sidecar_of(ONNX), {"plan": ONNX}, "is an ONNX graph, not a plan; build the plan with cpspec-build"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_cannot_be_trusted_is_refused(case: str, opened: Callable[..., Any]) -> None:
+    config, options, message = REFUSED[case]
+    with pytest.raises(EngineError, match=message) as caught:
+        opened(config, **options)
+    assert "llm.engine" in str(caught.value) or case == "flavour"
+
+
+@pytest.mark.parametrize("key", ["flavour", "tensorrt_version", "plan"])
+def test_an_incomplete_record_names_its_key(key: str, opened: Callable[..., Any]) -> None:
+    config = sidecar_of()
+    del config["builder_config"]["engine"][key]
+    with pytest.raises(ConfigError, match=f"config.json: builder_config: engine: the key {key} is missing"):
+        opened(config)
+
+
+@pytest.mark.parametrize(("flavour", "extra"), [("tensorrt", "tensorrt"), ("tensorrt_rtx", "rtx")])
+def test_a_flavour_that_is_not_installed_names_its_extra(
+    flavour: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, flavour, None)
+    (tmp_path / "config.json").write_text(json.dumps(sidecar_of(flavour=flavour)))
+    (tmp_path / "llm.engine").write_bytes(PLAN)
+    device: Any = FakeDevice()
+    with pytest.raises(EngineError, match=rf'{flavour} is not installed: pip install "trt_cpspec\[{extra}\]"'):
+        Runtime(cuda=device).decoder(tmp_path, SPEC, 128)
+
+
+def test_the_record_that_the_builder_writes_is_read(rtx_binding: Any, variants: dict[str, Any], tmp_path: Path) -> None:
+    folder = shutil.copytree(variants["tts_a"].engine / "code_predictor", tmp_path / "code_predictor")
+    backend = Backend(name="tensorrt_rtx", binding=rtx_binding)
+    options = EngineOptions(compute_capabilities=("8.6", "12.0"), optimization_level=0)
+    build_component(folder, folder, backend, RebuildOptions(engine=options))
+    section, path = Section.from_file(folder / "config.json"), folder / "llm.engine"
+    found = PlanRecord.from_section(section, "llm.engine")
+    assert (found.flavour, found.compute_capabilities) == ("tensorrt_rtx", ("8.6", "12.0"))
+    for capability in ((8, 6), (12, 0)):
+        found.check(path, rtx_binding.__version__, capability)
+    with pytest.raises(EngineError, match=r"this device has 8\.9"):
+        found.check(path, rtx_binding.__version__, (8, 9))
+
+
+# ---- a plan that TensorRT cannot use --------------------------------------------------------------------------------
+
+
+def test_tensorrts_own_words_are_repeated(tmp_path: Path) -> None:
+    said = [
+        (ILogger.WARNING, "a warning"),
+        (ILogger.ERROR, " version tag 1 != 2 \n"),
+        (ILogger.INTERNAL_ERROR, "assert"),
+    ]
+    message = (
+        r"llm.engine cannot be used by tensorrt 11.1.0: version tag 1 != 2 / assert; build it again on this machine"
+    )
+    with pytest.raises(EngineError, match=message):
+        plan_of(tmp_path, None, *said)
+    with pytest.raises(EngineError, match="it gave no reason; build it again"):
+        plan_of(tmp_path, None)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_what_the_real_runtime_says_of_a_truncated_plan(
+    share: float, rtx_binding: Any, rtx_plan: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "llm.engine"
+    path.write_bytes(rtx_plan[: int(share * len(rtx_plan))])
+    message = (
+        rf"llm.engine cannot be used by tensorrt_rtx {re.escape(rtx_binding.__version__)}: .*[Ss]erializ.*; build it"
+    )
+    with pytest.raises(EngineError, match=message):
+        Plan(path, rtx_binding)
+
+
+@pytest.fixture(scope="module")
+def rtx_plan(rtx_binding: Any) -> bytes:
+    """A plan of the smallest network there is."""
+    builder = rtx_binding.Builder(rtx_binding.Logger(rtx_binding.Logger.ERROR))
+    network = builder.create_network(0)
+    given = network.add_input("x", rtx_binding.float32, (2, 2))
+    layer = network.add_unary(given, rtx_binding.UnaryOperation.NEG)
+    network.mark_output(layer.get_output(0))
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(rtx_binding.ComputeCapability.SM86, 0)
+    return bytes(builder.build_serialized_network(network, config))
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_plan_that_is_no_file_or_empty(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "llm.engine").write_bytes(content)
+    words = "cannot be read: .*; build it with" if content is None else "is empty: .*; build it again with"
+    with pytest.raises(EngineError, match=f"llm.engine {words} cpspec-build"):
+        Plan(tmp_path / "llm.engine", binding_of(FakeEngine()))
+
+
+def test_a_graph_that_passes_for_a_plan(variants: dict[str, Any], tmp_path: Path) -> None:
+    for component in ("talker", "code_predictor", "code2wav"):
+        shutil.copyfile(variants["tts_a"].engine / component / "model.onnx", tmp_path / "llm.engine")
+        with pytest.raises(EngineError, match="is an ONNX graph, not a plan"):
+            Plan(tmp_path / "llm.engine", binding_of(FakeEngine()))
+
+
+def test_every_missing_and_every_unknown_tensor_is_named(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.names = [name for name in engine.names if name not in ("positions", "present_value_1")]
+    engine.names += ["rope_rotary_cos_sin", "context_lengths"]
+    message = (
+        r"missing \['positions', 'present_value_1'\], unknown \['context_lengths', 'rope_rotary_cos_sin'\]; build it"
+    )
+    with pytest.raises(EngineError, match=message):
+        session_of(tmp_path, engine)
+    engine = FakeEngine()
+    engine.names.remove("hidden_states")
+    with pytest.raises(EngineError, match=r"missing \['hidden_states'\], unknown none"):
+        session_of(tmp_path, engine)
+
+
+# ---- a decoder session ----------------------------------------------------------------------------------------------
+
+
+class Expected:
+    """What the stand-in's decoder must give: each row's memory is a dictionary of its own."""
+
+    def __init__(self, batch: int) -> None:
+        self.rows: list[dict[int, float]] = [{} for _ in range(batch)]
+
+    def forward(self, embeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        out = np.zeros_like(embeds)
+        for row, memory in enumerate(self.rows):
+            real = [place for place in range(positions.shape[1]) if positions[row, place] >= 0]
+            memory.update({int(positions[row, place]): float(embeds[row, place].mean()) for place in real})
+            for place in real:
+                out[row, place] = embeds[row, place] + sum(v for k, v in memory.items() if k <= positions[row, place])
+        return out
+
+
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    session, device = session_of(tmp_path, engine, use_graphs=use_graphs)
+    rng = np.random.default_rng(0)
+    expected = Expected(3)
+
+    def check(positions: Any) -> None:
+        places = np.array(positions)
+        embeds = rng.standard_normal((*places.shape, HIDDEN)).astype(np.float32)
+        found = session.forward(embeds, places)
+        real = places >= 0
+        np.testing.assert_allclose(found[real], expected.forward(embeds, places)[real], rtol=1e-5, atol=1e-5)
+
+    session.start(3, 20)
+    assert (session.batch, session.slots) == (3, 64)
+    check([list(range(12))] * 3)
+    for _ in range(4):  # enqueued, then captured, then launched
+        check([[12, 13, 14], [12, 13, -1], [12, -1, -1]])
+        check([[12], [13], [-1]])
+    assert (device.captured > 0, device.launched > 0) == (use_graphs, use_graphs)
+    check([[62, 63, 64]] * 3)  # beyond the bucket: the cache moves and keeps what it held
+    assert session.slots == 96
+    check([[5], [13], [64]])
+    session.keep_rows(np.array([2, 0]))
+    expected.rows = [expected.rows[2], expected.rows[0]]
+    assert (session.batch, session.slots) == (2, 96)
+    check([[65], [65]])
+    check([list(range(66, 76))] * 2)
+    session.clear()
+    expected.rows = [{}, {}]
+    check([[3], [4]])
+    with pytest.raises(EngineError, match="position 128 is beyond the KV capacity of 128"):
+        check([[127, 128]] * 2)
+    assert session.run_seconds > 0
+
+
+def test_a_long_prefill_is_cut_to_the_context_profile(tmp_path: Path) -> None:
+    engine = FakeEngine(context_rows=16)
+    session, _ = session_of(tmp_path, engine)
+    session.start(2, 50)
+    embeds = np.random.default_rng(0).standard_normal((2, 50, HIDDEN)).astype(np.float32)
+    places = np.tile(np.arange(50), (2, 1))
+    found = session.forward(embeds, places)
+    np.testing.assert_allclose(found, Expected(2).forward(embeds, places), rtol=1e-5, atol=1e-5)
+    lengths = [(profile, shapes["inputs_embeds"][1]) for profile, shapes in engine.passes]
+    assert lengths == [(0, 16)] * 3 + [(1, 2)]
+
+
+def test_a_context_serves_one_length(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    session, _ = session_of(tmp_path, engine)
+    session.start(1, 20)
+    for _ in range(3):
+        for length in (1, 3, 1):
+            session.forward(np.zeros((1, length, HIDDEN), np.float32), np.arange(length)[None])
+    assert engine.contexts == 2
+    assert {shapes["past_key_0"] for _, shapes in engine.passes} == {(1, KV_HEADS, 64, HEAD_DIM)}
+    session.start(1, 20)  # the same sizes: nothing is made anew
+    session.forward(np.zeros((1, 1, HIDDEN), np.float32), np.zeros((1, 1), np.int64))
+    assert engine.contexts == 2
+
+
+def test_what_a_profile_does_not_admit_is_named(tmp_path: Path) -> None:
+    session, _ = session_of(tmp_path, FakeEngine())
+    session.start(5, 20)
+    message = (
+        r"inputs_embeds of shape \[5, 1, 6\] is outside the profile's \[1, 1, 6\] to \[4, .*, 6\]; build the engine"
+    )
+    with pytest.raises(EngineError, match=message):
+        session.forward(np.zeros((5, 1, HIDDEN), np.float32), np.zeros((5, 1), np.int64))
+
+
+def test_a_pass_before_start_or_that_fails_is_an_error(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    session, _ = session_of(tmp_path, engine)
+    embeds, positions = np.zeros((1, 1, HIDDEN), np.float32), np.zeros((1, 1), np.int64)
+    with pytest.raises(EngineError, match=r"start\(\) must be called before a pass"):
+        session.forward(embeds, positions)
+    session.start(1, 20)
+    engine.fails = True
+    with pytest.raises(EngineError, match="a pass of 1 x 1 positions could not be enqueued"):
+        session.forward(embeds, positions)
+
+
+def test_contexts_of_older_versions_are_made_by_their_own_call(tmp_path: Path) -> None:
+    class Older(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device_memory_size = 512
+            del self.device_memory_size_v2
+            self.made: list[Any] = []
+
+        def create_execution_context_without_device_memory(self) -> Any:
+            context = FakeContext(self)
+            context.set_device_memory = None
+            self.made.append(OlderContext(context))
+            return self.made[-1]
+
+    class OlderContext:
+        def __init__(self, inner: FakeContext) -> None:
+            self._inner, self.device_memory = inner, 0
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "set_device_memory":
+                raise AttributeError(name)
+            return getattr(self._inner, name)
+
+    engine = Older()
+    plan = plan_of(tmp_path, engine)
+    del plan.binding.ExecutionContextAllocationStrategy
+    device: Any = FakeDevice()
+    session = TensorRTDecoderSession(plan, device, SPEC, capacity=128)
+    session.start(1, 20)
+    session.forward(np.zeros((1, 2, HIDDEN), np.float32), np.arange(2)[None])
+    session.forward(np.zeros((1, 1, HIDDEN), np.float32), np.arange(1)[None])
+    assert len(engine.made) == 2
+    assert len({context.device_memory for context in engine.made}) == 1  # shared
+    assert engine.made[0].device_memory != 0
+
+
+# ---- the window -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "positions", "window"), [(8, 8, 8), (8, 1, 1), (1, 8, 1), (8, 3, 3), (5, 8, 5)])
+def test_the_window_is_the_least_over_the_token_aligned_inputs(
+    width: int, positions: int, window: int, tmp_path: Path
+) -> None:
+    session, _ = session_of(tmp_path, FakeEngine(width=width, positions_width=positions))
+    assert session.max_positions() == window
+
+
+class NarrowDecoder:
+    """The graph's own session, behind a plan's limit."""
+
+    def __init__(self, inner: Any, width: int) -> None:
+        self._inner, self._width = inner, width
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def max_positions(self) -> int:
+        return self._width
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_narrow_plan_switches_speculation_off_and_says_how_to_widen_it(
+    width: int, variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = variants["tts_a"].engine / "code_predictor"
+    plain = Runtime.decoder
+    monkeypatch.setattr(Runtime, "decoder", lambda *args: NarrowDecoder(plain(*args), width))
+    predictor = CodePredictor.from_engine_dir(folder, device="cpu", threads=1)
+    assert predictor.max_verify_size == width  # although config.json says 8
+    for _ in range(2):
+        window = predictor.window(3)
+        assert (window.requested, window.verify_size) == (3, 0)
+        assert window.reason is not None
+        assert f"takes at most {width} position(s) a pass and 3 were asked" in window.reason
+        assert re.search("cpspec-build .*--maxVerifySize 3", window.reason)
+    assert caplog.messages == [f"CodePredictor speculation is off: {window.reason}; decoding autoregressively"]
+    hidden = np.random.default_rng(0).standard_normal((1, predictor.spec.talker_hidden_size))
+    frames = [predictor.decode_frame(hidden, [5], seeds=[1], verify_size=n) for n in (0, 3)]
+    np.testing.assert_array_equal(frames[0].codes, frames[1].codes)
+    if width == 2:
+        assert predictor.window(2).verify_size == 2
+
+
+# ---- the codec's session --------------------------------------------------------------------------------------------
+
+
+def codec_of(folder: Path) -> TensorRTGraphSession:
+    device: Any = FakeDevice()
+    return TensorRTGraphSession(plan_of(folder, FakeCodec()), device)
+
+
+def test_a_graph_without_state_runs(tmp_path: Path) -> None:
+    session = codec_of(tmp_path)
+    for frames in (4, 1, 9):
+        codes = np.random.default_rng(frames).integers(0, 9, (1, frames, 3)).transpose(0, 2, 1)  # not contiguous
+        found = session.run({"codes": codes})
+        assert found.keys() == {"waveform"}
+        np.testing.assert_array_equal(found["waveform"][0, 0], np.repeat(codes[0].sum(axis=0), 2))
+
+
+def test_a_graph_names_what_it_cannot_take(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"codes of shape \[1, 3, 10\] is outside the profile's \[1, 3, 1\] to \[1, 3, 9\]"
+    ):
+        codec_of(tmp_path).run({"codes": np.zeros((1, 3, 10), np.int32)})
+    with pytest.raises(EngineError, match=r"missing \['frames'\]"):
+        codec_of(tmp_path).run({"frames": np.zeros((1, 3, 1), np.int32)})
+
+
+# ---- end to end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_on_cuda_names_the_component_whose_plan_is_missing(
+    variants: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "Device", FakeDevice)
+    with pytest.raises(EngineError, match=r"talker/llm.engine does not exist, --device cuda needs a plan"):
+        Qwen3TTS.from_engine_dir(variants["tts_a"].engine, device="cuda")
