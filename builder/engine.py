@@ -315,10 +315,19 @@ def build_plan(
     _configure(trt, config, options)
     report("reading the graph", 0.0)
     network, parser = _parse(trt, builder, log, graph)
-    _set_types(trt, network, config, graph)
     found = _add_profiles(trt, builder, network, config, profiles)
     cache = _set_timing_cache(config, options.timing_cache)
-    content = _serialize(trt, builder, network, config, report, log)
+    content = None
+    for constraints in _constraints_for(trt, graph):
+        log.lines.clear()
+        _set_types(trt, network, config, graph, constraints)
+        content = _serialize(trt, builder, network, config, report)
+        if content is not None:
+            record["constraints"] = constraints
+            break
+        logger.info("no engine with the type constraints %r%s", constraints, _quoted(log))
+    if content is None:
+        raise EngineError(f"{title_of(trt)} cannot build the engine{_quoted(log)}")
     del parser  # the network refers to its weights until here
     if cache is not None:
         write_atomically(cache, bytes(config.get_timing_cache().serialize()))
@@ -501,32 +510,50 @@ def _set_timing_cache(config: Any, path: Path | None) -> Path | None:
     return path
 
 
-def _serialize(trt: Any, builder: Any, network: Any, config: Any, report: Report, log: Any) -> Any:
+def _serialize(trt: Any, builder: Any, network: Any, config: Any, report: Report) -> Any:
     monitor = _watch(trt, config, report)
     if monitor is None:
         report("building (this version tells no progress)", None)
     content = builder.build_serialized_network(network, config)
     if monitor is not None and monitor.failure is not None:
         raise monitor.failure
-    if content is None:
-        raise EngineError(f"{title_of(trt)} cannot build the engine{_quoted(log)}")
     return content
 
 
 # -- types, where networks are not strongly typed ---------------------------------------------------------------------
 
 
-def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph) -> None:
-    """Constrain every layer to the graph's types, where the version has no strongly typed networks."""
-    if strongly_typed(trt) or graph.precision == "fp32":
+_CONSTRAINTS = ("obey", "prefer", "islands")
+"""How layers are held to the graph's types where networks are not strongly typed, tried in this order.
+
+``obey``: every layer, or no engine. ``prefer``: every layer, where TensorRT has an implementation for it. ``islands``:
+only the arithmetic that is FP32 in the graph, and the rest as TensorRT likes. TensorRT 8.6 finds no implementation of
+some fused regions under the first.
+"""
+
+
+def _constraints_for(trt: Any, graph: OnnxGraph) -> tuple[str, ...]:
+    return ("typed",) if strongly_typed(trt) or graph.precision == "fp32" else _CONSTRAINTS
+
+
+def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph, constraints: str) -> None:
+    """Constrain layers to the graph's types, where the version has no strongly typed networks."""
+    if constraints == "typed":
         return
     flags = trt.BuilderFlag.__members__
+    obey, prefer = flags["OBEY_PRECISION_CONSTRAINTS"], flags["PREFER_PRECISION_CONSTRAINTS"]
     config.set_flag(flags["FP16"])
-    config.set_flag(flags["OBEY_PRECISION_CONSTRAINTS"])
+    config.clear_flag(prefer if constraints == "obey" else obey)
+    config.set_flag(obey if constraints == "obey" else prefer)
     data_types = {"fp32": trt.DataType.FLOAT, "fp16": trt.DataType.HALF}
     for layer, outputs in layer_types(network, graph.float_types()):
         kinds = {kind for kind in outputs if kind is not None}
         if _type_name(layer) in _UNCONSTRAINED or not kinds:
+            continue
+        if constraints == "islands" and (_type_name(layer) in _MOVERS or kinds != {"fp32"}):
+            layer.reset_precision()
+            for index in range(len(outputs)):
+                layer.reset_output_type(index)
             continue
         layer.precision = data_types["fp16" if kinds == {"fp16"} else "fp32"]
         for index, kind in enumerate(outputs):
@@ -536,6 +563,9 @@ def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph) -> None:
 
 _UNCONSTRAINED = frozenset({"CONSTANT", "SHAPE", "CAST", "IDENTITY", "PLUGIN", "PLUGIN_V2", "PLUGIN_V3"})
 """Layers whose types are their own."""
+
+_MOVERS = frozenset({"CONCATENATION", "GATHER", "SCATTER", "SELECT", "SHUFFLE", "SLICE", "SQUEEZE", "UNSQUEEZE"})
+"""Layers that move values and compute nothing."""
 
 _CARRIERS = frozenset(
     {

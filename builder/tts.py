@@ -21,6 +21,7 @@ from .decoder import write_decoder
 from .engine import Backend, EngineOptions, Report, check_precision
 from .graph import GRAPH_FILE, GraphWriter
 from .rebuild import Outcome, RebuildOptions, build_component
+from .sidecar import PLAN_FILES
 
 Progress = Callable[[], None]
 
@@ -333,7 +334,8 @@ def _check_replaceable(folder: Path) -> None:
         return
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        if ("model" in config or "model_type" in config) and (folder / GRAPH_FILE).is_file():
+        plans = [folder / name for name in (GRAPH_FILE, *PLAN_FILES)]
+        if ("model" in config or "model_type" in config) and any(path.is_file() for path in plans):
             return
     except (OSError, ValueError, TypeError):
         pass

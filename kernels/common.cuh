@@ -64,6 +64,20 @@ __device__ __forceinline__ T warp_inclusive_sum(T value) {
   return value;
 }
 
+// Four neighbouring entries of a row of V floats, from a multiple of 4; `beyond` stands for those behind its end.
+__device__ __forceinline__ float4 load_four(const float* row, int start, float beyond) {
+  float4 four = make_float4(beyond, beyond, beyond, beyond);
+  if (V % 4 == 0) {
+    if (start < V) four = *reinterpret_cast<const float4*>(row + start);
+  } else {
+    if (start < V) four.x = row[start];
+    if (start + 1 < V) four.y = row[start + 1];
+    if (start + 2 < V) four.z = row[start + 2];
+    if (start + 3 < V) four.w = row[start + 3];
+  }
+  return four;
+}
+
 // ------------------------------------------------------------------------------------------------------ stored dtypes
 
 #ifdef HOST_SHIM
@@ -202,6 +216,19 @@ __device__ __forceinline__ u32 pick_settle(const Pick& s, Exact exact_score) {
     if (other > best || (other == best && other_code < code)) best = other, code = other_code;
   }
   return code;
+}
+
+// Steps 2 to 4 at once, for one warp that holds every score, two a lane: no barriers. Each lane gets the code.
+template <class Exact>
+__device__ __forceinline__ u32 warp_pick(Pick& s, const float (&score)[2], const u32 (&code)[2], Exact exact_score) {
+  const float bar = key_to_float(warp_max(max(order_key(score[0]), order_key(score[1])))) - PICK_MARGIN;
+  const u32 first = __ballot_sync(ALL_LANES, score[0] >= bar), second = __ballot_sync(ALL_LANES, score[1] >= bar);
+  if (__popc(first) + __popc(second) == 1) return __shfl_sync(ALL_LANES, first ? code[0] : code[1], __ffs(first | second) - 1);
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (score[i] >= bar) pick_contend(s, code[i]);
+  __syncwarp();
+  return pick_settle(s, exact_score);
 }
 
 // ------------------------------------------------------------------------------------------------------ dot products

@@ -16,6 +16,9 @@
 // these compare themselves with each other. Where many are left, digits of the exact order key (logit, code) follow,
 // so the cost is bounded for any input. Masses are integers (39 bits of fraction): sums do not depend on the order of
 // the additions, and a run repeats bit by bit.
+//
+// A short top-k goes a shorter way: where its first digit leaves at most LISTED candidates, these are listed, each is
+// told its rank and the mass before it, and one warp does the rest without barriers.
 
 #define ITEMS (V <= 4 * THREADS ? 4 : 8)
 #define CODE_BITS 12
@@ -65,7 +68,7 @@ struct Cut {
   u32 bins[sizeof(Measure) / 4][THREADS];
   u64 order[LISTED];
   Measure measure[LISTED];
-  Measure before, limit;
+  Measure before, limit, through;  // through: the measure up to the end of the bin
   u32 listed, bin;
 
   __device__ __forceinline__ void clear() {
@@ -102,37 +105,27 @@ __device__ __forceinline__ u64 bin_sum(const Cut<u64>& s, int place) {
   return s.bins[0][place] + (u64(s.bins[1][place]) << MASS_LOW_BITS);
 }
 
-// One warp: whether each lane's stretch holds the entry at the limit, which lies after `before` of the measure.
-template <class Measure>
-__device__ __forceinline__ bool holds_limit(Measure before, Measure here, Measure limit) {
-  return before < limit && limit <= before + here;
-}
-
 // One warp: the bin in which the measure reaches the limit, and the measure before it. THREADS where none does.
 template <class Measure, class LimitOf>
 __device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, LimitOf limit_of) {
-  Measure sum = 0;
-#pragma unroll 8
-  for (int i = 0; i < WARPS; i++) sum += bin_sum(s, i * 32 + lane_id());
+  Measure here[WARPS], sum = 0;  // a lane's neighbouring bins
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) here[i] = bin_sum(s, i * 32 + lane_id()), sum += here[i];
   const Measure inclusive = warp_inclusive_sum(sum), total = __shfl_sync(ALL_LANES, inclusive, 31);
-  const Measure limit = first_pass ? limit_of(total) : s.limit;
-  Measure before = (first_pass ? 0 : s.before) + inclusive - sum;
-  __syncwarp();  // all lanes have read s.before
-  const u32 stretch = __ballot_sync(ALL_LANES, holds_limit(before, sum, limit));
-  if (lane_id() == 0) {
-    s.limit = limit;
-    if (stretch == 0) s.bin = THREADS;
+  const Measure limit = first_pass ? limit_of(total) : s.limit, base = first_pass ? 0 : s.before;
+  Measure before = base + inclusive - sum, start = before, through = base + total;
+  const bool reached = limit <= base + total;
+  __syncwarp();  // all lanes have read what one now writes
+  if (reached ? !(before < limit && limit <= before + sum) : lane_id() != 0) return;
+  u32 bin = THREADS;
+  if (reached) {
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) {
+      if (before < limit) bin = lane_id() * WARPS + i, start = before, through = before + here[i];
+      before += here[i];
+    }
   }
-  if (stretch == 0) return;
-  // The same again, for the bins of the stretch that was found.
-  const int found = __ffs(stretch) - 1;
-  before = __shfl_sync(ALL_LANES, before, found);
-  const Measure here = lane_id() < WARPS ? bin_sum(s, lane_id() * 32 + found) : 0;
-  before += warp_inclusive_sum(here) - here;
-  if (holds_limit(before, here, limit)) {
-    s.bin = found * WARPS + lane_id();
-    s.before = before;
-  }
+  s.bin = bin, s.limit = limit, s.before = start, s.through = through;
 }
 
 // Each thread: those of its entries that compete with the listed ones for what is left below the limit.
@@ -156,23 +149,29 @@ __device__ __forceinline__ u32 compete(const Cut<Measure>& s, const Row& row, u3
   return kept & rest;
 }
 
-// All threads; returns which of the thread's `alive` entries stay.
+// All threads: counts the digits of one pass, and finds the bin of the limit.
 template <class Measure, class LimitOf>
-__device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 alive, LimitOf limit_of) {
-  u32 kept = 0, rest = alive;
-  for (int pass = 0;; pass++) {
-    const int shift = max(ORDER_BITS - DIGIT_BITS * pass, 0);
-    u32 digit[ITEMS];
+__device__ __forceinline__ void divide(Cut<Measure>& s, const Row& row, u32 entries, int pass, u32 (&digit)[ITEMS],
+                                       LimitOf limit_of) {
+  const int shift = max(ORDER_BITS - DIGIT_BITS * pass, 0);
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-      Measure measure;
-      row.measure(i, measure);
-      digit[i] = pass == 0 ? row.first_digit(i) : u32(row.order(i) >> shift) & (THREADS - 1);
-      add(s, rest >> i & 1, digit[i], measure);
-    }
-    __syncthreads();
-    if (warp_id() == 0) find_bin(s, pass == 0, limit_of);
-    __syncthreads();
+  for (int i = 0; i < ITEMS; i++) {
+    Measure measure;
+    row.measure(i, measure);
+    digit[i] = pass == 0 ? row.first_digit(i) : u32(row.order(i) >> shift) & (THREADS - 1);
+    add(s, entries >> i & 1, digit[i], measure);
+  }
+  __syncthreads();
+  if (warp_id() == 0) find_bin(s, pass == 0, limit_of);
+  __syncthreads();
+}
+
+// All threads, after the first pass of divide(); returns which of the thread's `alive` entries stay.
+template <class Measure, class LimitOf>
+__device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 alive, u32 (&digit)[ITEMS],
+                                          LimitOf limit_of) {
+  u32 kept = 0, rest = alive;
+  for (int pass = 1;; pass++) {
     const u32 candidates = rest;
     rest = 0;
 #pragma unroll
@@ -194,13 +193,36 @@ __device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 a
     __syncthreads();
     s.clear();
     __syncthreads();
+    divide(s, row, rest, pass, digit, limit_of);
   }
   return rest ? kept | compete(s, row, rest) : kept;
 }
 
+// An entry of the short way: its place in the order, and its mass with a 1 below it, so that one sum of those before
+// an entry is its rank and the mass before it.
+struct alignas(16) Candidate {
+  u64 order, mass_and_one;
+};
+#define RANK_BITS 8
+
+struct Short {
+  Candidate candidate[LISTED];
+  u32 listed;
+  // By rank, of those that top-k keeps:
+  u64 before[LISTED], total;
+  u32 code[LISTED];
+  float score[LISTED], weight[LISTED];
+
+  __device__ __forceinline__ void clear() {
+    for (int i = threadIdx.x; i < LISTED; i += THREADS) candidate[i] = Candidate{~0ull, 0};
+    if (threadIdx.x == 0) listed = 0;
+  }
+};
+
 struct Shared {
   Cut<u32> by_count;
   Cut<u64> by_mass;
+  Short few;
   Pick pick;
   u32 largest_of_warp[32], smallest_of_warp[32];
   u64 mass_of_warp[32];
@@ -209,16 +231,7 @@ struct Shared {
 __device__ __forceinline__ void load_row(Row& row, const float* logits) {
 #pragma unroll
   for (int i = 0; i < ITEMS; i += 4) {
-    const int code = Row::code(i);
-    float4 four = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
-    if (V % 4 == 0) {
-      if (code < V) four = *reinterpret_cast<const float4*>(logits + code);
-    } else {
-      if (code < V) four.x = logits[code];
-      if (code + 1 < V) four.y = logits[code + 1];
-      if (code + 2 < V) four.z = logits[code + 2];
-      if (code + 3 < V) four.w = logits[code + 3];
-    }
+    const float4 four = load_four(logits, Row::code(i), MINUS_INFINITY);
     row.logit[i] = four.x, row.logit[i + 1] = four.y, row.logit[i + 2] = four.z, row.logit[i + 3] = four.w;
   }
 }
@@ -308,14 +321,88 @@ __device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 a
   __syncthreads();
 }
 
-// One warp: the picked code.
-__device__ __forceinline__ u32 settle(const Shared& s, const float* logits, float largest, const Request& request,
-                                      u32 depth, u32 use) {
-  const double temperature = request.temperature == 0 ? 1 : request.temperature;
-  return pick_settle(s.pick, [&](u32 code) {
-    const u32 word = word_of(philox(request.seed, request.frame, depth, use, code / 4), code % 4);
-    return (double(logits[code]) - double(largest)) / temperature + gumbel_exact(word);
-  });
+// What the exact score of a code is made of.
+struct ExactScore {
+  const float* logits;
+  double largest, temperature;
+  u64 seed;
+  u32 frame, depth, use;
+
+  __device__ __forceinline__ double operator()(u32 code) const {
+    const u32 word = word_of(philox(seed, frame, depth, use, code / 4), code % 4);
+    return (double(logits[code]) - largest) / temperature + gumbel_exact(word);
+  }
+};
+
+// All threads: lists the candidates, which are the entries up to the bin of the limit.
+__device__ __forceinline__ void list_candidates(Short& s, const Row& row, u32 alive, const u32 (&digit)[ITEMS], u32 bin) {
+  u32 listed = 0;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) listed |= u32((alive >> i & 1) && digit[i] <= bin) << i;
+  if (listed) {
+    u32 slot = atomicAdd(&s.listed, u32(__popc(listed)));
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      if (!(listed >> i & 1)) continue;
+      const u64 mass = u64(expf(row.scaled(row.logit[i])) * MASS_SCALE);
+      s.candidate[slot++] = Candidate{row.order(i), mass << RANK_BITS | 1};
+    }
+  }
+  __syncthreads();
+}
+
+// All threads, eight for a candidate: puts those that top-k keeps in their order, each with the mass before it and its
+// score. `kept` is how many it keeps.
+__device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 kept, const ExactScore& address) {
+  constexpr int TEAM = 8;
+  const u32 listed = s.listed;
+#pragma unroll 1
+  for (u32 first = warp_id() * (32 / TEAM); first < listed; first += THREADS / TEAM) {  // the same for a whole warp
+    const u64 order = s.candidate[first + lane_id() / TEAM].order;
+    u64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < LISTED; i += TEAM) {
+      const Candidate other = s.candidate[i + lane_id() % TEAM];
+      sum += other.order < order ? other.mass_and_one : 0;
+    }
+#pragma unroll
+    for (int step = TEAM / 2; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    const u32 code = u32(order) & ((1u << CODE_BITS) - 1), rank = u32(sum) & ((1u << RANK_BITS) - 1);
+    const float scaled = row.scaled(key_to_float(~u32(order >> CODE_BITS)));
+    const u32 word = word_of(philox(address.seed, address.frame, address.depth, address.use, code / 4), code % 4);
+    const float score = scaled + gumbel(word), weight = expf(scaled);
+    if (lane_id() % TEAM == 0 && rank < kept) {
+      const u64 before = sum >> RANK_BITS;
+      s.before[rank] = before;
+      s.code[rank] = code, s.score[rank] = score, s.weight[rank] = weight;
+      if (rank == kept - 1) s.total = before + u64(weight * MASS_SCALE);
+    }
+  }
+  __syncthreads();
+}
+
+// One warp: applies top-p to the ranked ones, writes their law over the zeros that are there, and picks.
+__device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, double top_p, float* law,
+                                           const ExactScore& exact_score) {
+  const u64 limit = top_p < 1 ? u64(ceil(top_p * double(s.total))) : ~0ull;
+  u32 code[2], kept = 0;
+  float score[2], weight[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 rank = lane_id() + 32 * i;
+    const bool stays = rank < ranked && s.before[rank] < limit;
+    kept += __popc(__ballot_sync(ALL_LANES, stays));
+    code[i] = s.code[rank], weight[i] = stays ? s.weight[rank] : -1.0f;
+    score[i] = stays ? s.score[rank] : MINUS_INFINITY;
+  }
+  const u32 picked = warp_pick(pick, score, code, exact_score);
+  if (law) {
+    const float unit = __fdividef(MASS_SCALE, float(kept < ranked ? s.before[kept] : s.total));
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (weight[i] >= 0) law[code[i]] = weight[i] * unit;
+  }
+  return picked;
 }
 
 KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
@@ -328,16 +415,17 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
   logits += u64(entry) * V;
   load_row(row, logits);
   const int depth = last[batch_row] + 1 + blockIdx.x;
-  if (depth > deepest) return;
   const Request request = requests[batch_row];
   float* law = laws ? laws + u64(entry) * V : nullptr;
 
   s.by_count.clear();
   s.by_mass.clear();
+  s.few.clear();
   if (threadIdx.x == 0) pick_reset(s.pick);
   const bool greedy = request.temperature == 0;  // argmax is top-1, at any temperature
-  const float temperature = greedy ? 1.0f : float(request.temperature);
-  if (!find_range(s, row, temperature)) {
+  const bool is_law = find_range(s, row, greedy ? 1.0f : float(request.temperature));
+  if (depth > deepest) return;  // not earlier: the loads above would wait for this one
+  if (!is_law) {
     const float one_hot[ITEMS] = {threadIdx.x == 0 ? 1.0f : 0.0f};
     if (law) store_row(law, one_hot);
     if (threadIdx.x == 0) {
@@ -347,19 +435,38 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
     return;
   }
 
-  u32 alive = 0;
+  const ExactScore exact_score = {logits, row.largest, greedy ? 1 : request.temperature, request.seed, request.frame, u32(depth), u32(use)};
+  u32 alive = 0, digit[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
   const int top_k = greedy ? 1 : request.top_k;
-  if (top_k > 0 && top_k < V) alive = keep_first(s.by_count, row, alive, [&](u32) { return u32(top_k); });
+  const double top_p = greedy ? 1 : request.top_p;
+  if (top_k > 0 && top_k < V) {
+    const auto limit_of = [&](u32) { return u32(top_k); };
+    divide(s.by_count, row, alive, 0, digit, limit_of);
+    if (s.by_count.through <= LISTED) {
+      const u32 ranked = min(u32(top_k), s.by_count.through);
+      const float zeros[ITEMS] = {};
+      if (law) store_row(law, zeros);
+      list_candidates(s.few, row, alive, digit, s.by_count.bin);
+      rank_candidates(s.few, row, ranked, exact_score);
+      if (warp_id() != 0) return;
+      const u32 code = pick_ranked(s.few, s.pick, ranked, top_p, law, exact_score);
+      if (lane_id() == 0) codes[entry] = code;
+      return;
+    }
+    alive = keep_first(s.by_count, row, alive, digit, limit_of);
+  }
 
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) row.weight[i] = alive >> i & 1 ? expf(row.scaled(row.logit[i])) : 0;
-  if (!greedy && request.top_p < 1)
-    alive = keep_first(s.by_mass, row, alive, [&](u64 total) { return u64(ceil(request.top_p * double(total))); });
-
+  if (top_p < 1) {
+    const auto limit_of = [&](u64 total) { return u64(ceil(top_p * double(total))); };
+    divide(s.by_mass, row, alive, 0, digit, limit_of);
+    alive = keep_first(s.by_mass, row, alive, digit, limit_of);
+  }
   offer_and_store(s, row, alive, request, depth, use, law);
   if (warp_id() != 0) return;
-  const u32 code = settle(s, logits, row.largest, request, depth, use);
+  const u32 code = pick_settle(s.pick, exact_score);
   if (lane_id() == 0) codes[entry] = code;
 }

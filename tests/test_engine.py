@@ -302,6 +302,12 @@ class FakeLayer:
     def set_output_type(self, index: int, dtype: Any) -> None:
         self.set[index] = dtype
 
+    def reset_precision(self) -> None:
+        self.precision = None
+
+    def reset_output_type(self, index: int) -> None:
+        self.set.pop(index, None)
+
 
 class FakeNetwork:
     """Holds one layer for each node of the graph, and an unnamed shuffle before the softmax."""
@@ -379,7 +385,9 @@ class FakeLogger:
 
 @pytest.fixture
 def trt86() -> Any:
-    flags = IntEnum("BuilderFlag", {"FP16": 0, "TF32": 7, "OBEY_PRECISION_CONSTRAINTS": 11})
+    flags = IntEnum(
+        "BuilderFlag", {"FP16": 0, "TF32": 7, "OBEY_PRECISION_CONSTRAINTS": 11, "PREFER_PRECISION_CONSTRAINTS": 12}
+    )
     sources = IntEnum(
         "TacticSource", {"CUBLAS": 0, "CUBLAS_LT": 1, "CUDNN": 2, "EDGE_MASK_CONVOLUTIONS": 3, "JIT_CONVOLUTIONS": 4}
     )
@@ -421,6 +429,30 @@ def test_without_strong_types_every_layer_is_constrained(trt86: Any, tmp_path: P
     assert [found[kind] for kind in ("ELEMENTWISE", "REDUCE", "UNARY", "SOFTMAX", "SHUFFLE")] == [{"FLOAT"}] * 5
     assert [found[kind] for kind in ("CONSTANT", "CAST", "IDENTITY")] == [{None}] * 3
     assert ("building (this version tells no progress)", None) in seen
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_constraints_are_relaxed_step_by_step(
+    trt86: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """TensorRT 8.6 finds no implementation of some fused regions whose every layer is held to its type."""
+    asked: list[set[str]] = []
+
+    def build(self: Any, network: Any, config: Any) -> bytes | None:
+        asked.append(set(config.flags))
+        return b"plan" if len(asked) > refused else None
+
+    monkeypatch.setattr(FakeBuilder, "build_serialized_network", build)
+    plan = build_plan(trt86, write_mixed(tmp_path), MIXED_PROFILE, EngineOptions())
+    assert plan.record["constraints"] == ("obey", "prefer", "islands")[refused]
+    assert asked == [{"FP16", "OBEY_PRECISION_CONSTRAINTS"}, *[{"FP16", "PREFER_PRECISION_CONSTRAINTS"}] * refused]
+    found: dict[str, set[str | None]] = {}
+    for layer in FakeBuilder.last.network.layers:
+        found.setdefault(layer.type.name, set()).add(None if layer.precision is None else layer.precision.name)
+    # The FP32 arithmetic keeps its type to the last; what only moves values, and the FP16 products, are let go.
+    assert [found[kind] for kind in ("ELEMENTWISE", "REDUCE", "UNARY", "SOFTMAX")] == [{"FLOAT"}] * 4
+    assert found["SHUFFLE"] == ({"FLOAT"} if refused == 1 else {None})
+    assert found["MATRIX_MULTIPLY"] == ({"HALF", "FLOAT"} if refused == 1 else {None, "FLOAT"})
 
 
 def test_an_fp32_graph_needs_no_constraints(trt86: Any, tmp_path: Path) -> None:

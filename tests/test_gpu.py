@@ -6,17 +6,18 @@ Plans are built once. ``CPSPEC_ENGINE_CACHE`` names a folder to keep them in, fo
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
+
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import EngineError, NumericsError
@@ -24,6 +25,7 @@ from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 
 pytestmark = pytest.mark.gpu
+logger = logging.getLogger(__name__)
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICK = EngineOptions(optimization_level=0)
@@ -86,9 +88,9 @@ class Model:
 
 
 @pytest.fixture(scope="session", params=["tts_a-fp32", "tts_a-fp16", "tts_b-fp32", "tts_b-fp16"])
-def model(request: pytest.FixtureRequest, plans: Callable[[str, str], Path]) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, plans: Callable[[str, str], Path]) -> Model:
     variant, precision = request.param.split("-")
-    yield Model(variant, precision, plans(variant, precision))
+    return Model(variant, precision, plans(variant, precision))
 
 
 GREEDY = {"talker_temperature": 0.0, "subtalker_temperature": 0.0}
@@ -123,7 +125,7 @@ def test_hidden_states_at_every_width(model: Model) -> None:
         for frame, width in np.ndindex(len(hidden), 4):
             found = frame_states(model.host, talker_hidden[frame], codes[frame], (1, 2, 3, 8)[width])
             worst = max(worst, np.linalg.norm(found - hidden[frame]) / np.linalg.norm(hidden[frame]))
-    print(f"{model.variant} {model.precision}: relative error of hidden states {worst:.2e}")
+    logger.info(f"{model.variant} {model.precision}: relative error of hidden states {worst:.2e}")
     assert worst < bound
 
 
@@ -155,7 +157,7 @@ def test_fp16_codes_follow_where_the_margin_allows(model: Model) -> None:
             assert same[clear].all()
             counted += len(same)
             differing += int((~same).sum())
-    print(f"{model.variant} {model.precision}: {differing} of {counted} codes differ within the rounding")
+    logger.info(f"{model.variant} {model.precision}: {differing} of {counted} codes differ within the rounding")
 
 
 @pytest.mark.parametrize("mode", ["rejection", "coupled"])
@@ -180,7 +182,7 @@ def test_the_device_decodes_what_the_host_does(model: Model, verify_size: int, m
             frames += 1
             same += np.array_equal(here.codes[row], there.codes[row]) and here.rounds[row] == there.rounds[row]
     # The heads are summed in another order, so a decision on the edge may fall the other way.
-    print(f"{model.variant} {model.precision} N={verify_size} {mode}: {same} of {frames} frames equal")
+    logger.info(f"{model.variant} {model.precision} N={verify_size} {mode}: {same} of {frames} frames equal")
     assert same >= 0.95 * frames
 
 
@@ -197,7 +199,7 @@ def test_coupled_equals_plain_decoding(model: Model) -> None:
                 hidden, code0, seeds=9, frames=number, verify_size=size, mode="coupled"
             )
             equal[size] += np.array_equal(plain.codes, other.codes)
-    print(f"{model.variant} {model.precision}: frames equal to N=0 of 40: {equal}")
+    logger.info(f"{model.variant} {model.precision}: frames equal to N=0 of 40: {equal}")
     assert min(equal.values()) >= (40 if model.precision == "fp32" else 36)
 
 
@@ -218,7 +220,8 @@ def test_a_frame_repeats_bit_for_bit(model: Model) -> None:
     first = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
     for _ in range(100):
         again = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
-        assert np.array_equal(first.codes, again.codes) and first.rounds == again.rounds
+        assert np.array_equal(first.codes, again.codes)
+        assert first.rounds == again.rounds
     other = model.tts.predictor.decode_frame(hidden, 5, seeds=2, frames=4, verify_size=3)
     assert not np.array_equal(first.codes, other.codes)
 
@@ -257,11 +260,13 @@ def test_a_narrow_engine_falls_back_and_is_widened(
     tts = Qwen3TTS.from_engine_dir(engine, device="cuda")
     plain = tts.synthesize("Hi", seed=1, max_audio_length=4)
     fallen = tts.synthesize("Hi", seed=1, max_audio_length=4, verify_size=3)
-    assert "--maxVerifySize 3" in fallen.stats.window.reason and caplog.records
+    assert "--maxVerifySize 3" in fallen.stats.window.reason
+    assert caplog.records
     np.testing.assert_array_equal(plain.codes, fallen.codes)
     options = RebuildOptions(max_verify_size=8, only_code_predictor=True, engine=QUICK)
     backend = choose_backend("tensorrt")
     assert [outcome.action for outcome in rebuild(None, engine, backend, options)] == ["built"]
     assert [outcome.action for outcome in rebuild(None, engine, backend, options)] == ["unchanged"]
     wide = Qwen3TTS.from_engine_dir(engine, device="cuda").synthesize("Hi", seed=1, max_audio_length=4, verify_size=3)
-    assert wide.stats.window.verify_size == 3 and wide.stats.proposed > 0
+    assert wide.stats.window.verify_size == 3
+    assert wide.stats.proposed > 0

@@ -311,6 +311,8 @@ def test_the_baseline_samples_the_same_codes(make: MakeKernels) -> None:
 def law_pair(kind: str, random: np.random.Generator, size: int) -> tuple[Array, Array]:
     """Return a target and a draft law, float32."""
     params = SamplingParams(temperature=0.9, top_k=min(50, size), top_p=0.8)
+    if kind == "wide":  # more codes than are listed
+        params = SamplingParams(temperature=0.9, top_k=0, top_p=1.0)
     target = random.normal(0, 3, size)
     draft = target + random.normal(0, 0.7, size)
     if kind == "equal":
@@ -324,7 +326,7 @@ def law_pair(kind: str, random: np.random.Generator, size: int) -> tuple[Array, 
     return law(target, params).astype(np.float32), law(draft, params).astype(np.float32)
 
 
-KINDS = ("close", "equal", "disjoint", "certain")
+KINDS = ("close", "equal", "disjoint", "certain", "wide")
 
 
 def proposals(size: int, batch: int, drafts: int, rows: Array, last: Array, *, coupled: bool) -> dict[str, Array]:
@@ -334,7 +336,7 @@ def proposals(size: int, batch: int, drafts: int, rows: Array, last: Array, *, c
     draft_laws = np.zeros((batch, max(drafts, 1), size), np.float32)
     codes, picks = np.zeros((batch, max(drafts, 1)), np.int32), np.zeros((batch, drafts + 1), np.int32)
     for row, entry in np.ndindex(batch, drafts + 1):
-        target, draft = law_pair(KINDS[(row + entry) % 4], random, size)
+        target, draft = law_pair(KINDS[(row + entry) % len(KINDS)], random, size)
         noise, depth = twin._noise(rows[row]), int(last[row]) + 1 + entry
         target_laws[row, entry] = target
         picks[row, entry] = noise.pick(target.astype(np.float64), depth, Use.TARGET)

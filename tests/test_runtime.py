@@ -675,7 +675,7 @@ def test_a_narrow_plan_switches_speculation_off_and_says_how_to_widen_it(
 ) -> None:
     folder = variants["tts_a"].engine / "code_predictor"
     plain = Runtime.decoder
-    monkeypatch.setattr(Runtime, "decoder", lambda *args: NarrowDecoder(plain(*args), width))
+    monkeypatch.setattr(Runtime, "decoder", lambda *args, **options: NarrowDecoder(plain(*args, **options), width))
     predictor = CodePredictor.from_engine_dir(folder, device="cpu", threads=1)
     assert predictor.max_verify_size == width  # although config.json says 8
     for _ in range(2):

@@ -413,7 +413,8 @@ def resolve_window(requested: int, *, codebook_size: int, residual_depths: int, 
     elif max_verify_size < requested:
         reason = (
             f"the CodePredictor engine takes at most {max_verify_size} position(s) a pass and {requested} were asked; "
-            f"rebuild it with cpspec-build --maxVerifySize {requested}"
+            f"widen its plan with cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize {requested}, or "
+            f"build a graph again with --maxVerifySize {requested}"
         )
     elif residual_depths < MIN_SPECULATIVE_DEPTHS:
         reason = f"{residual_depths} residual depth(s) leave no draft slot"

@@ -16,7 +16,7 @@ from .config import DecoderSpec, Section
 from .cuda import Device
 from .errors import ConfigError, CpSpecError, EngineError
 from .session import DecoderSession, Float32, GraphSession
-from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding
+from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 GRAPH_FILE = "model.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
-BUILD_HINT = "build one with cpspec-build --backend tensorrt"
+BUILD_HINT = "build one with cpspec-build --backend tensorrt (or tensorrt_rtx)"
 
 
 class Decoder(Protocol):
@@ -101,8 +101,9 @@ class Runtime:
             raise EngineError(f"{path} does not exist, --device cuda needs a plan; {BUILD_HINT}")
         record = PlanRecord.from_section(Section.from_file(folder / "config.json"), name)
         binding = import_binding(record.flavour)
-        record.check(path, str(binding.__version__), self.cuda.compute_capability)
-        return Plan(path, binding)
+        data = plan_bytes(path)
+        record.check(path, data, str(binding.__version__), self.cuda.compute_capability)
+        return Plan(path, binding, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +132,11 @@ class PlanRecord:
             sha256=engine.section("plan").text("sha256"),
         )
 
-    def check(self, path: Path, version: str, capability: tuple[int, int]) -> None:
+    def check(self, path: Path, data: bytes, version: str, capability: tuple[int, int]) -> None:
         """Raise an EngineError when the plan is another one, or of another version or device than those at hand."""
-        again = "build it again with cpspec-build"
+        again = f"build it again with cpspec-build --engineDir {path.parent}"
+        if (path.parent / GRAPH_FILE).is_file():
+            again += ", or run the graph with --device cpu"
         if self.tensorrt_version != version:
             raise EngineError(
                 f"{path} was built by {self.flavour} {self.tensorrt_version}, {version} is installed; {again}"
@@ -142,9 +145,9 @@ class PlanRecord:
         if self.compute_capabilities and device not in self.compute_capabilities:
             raise EngineError(
                 f"{path} was built for compute capability {', '.join(self.compute_capabilities)}, this device has "
-                f"{device}; {again} on this device"
+                f"{device}; {again}"
             )
-        if hashlib.sha256(path.read_bytes()).hexdigest() != self.sha256:
+        if hashlib.sha256(data).hexdigest() != self.sha256:
             raise EngineError(f"{path} is not the plan that its config.json describes (its SHA-256 differs); {again}")
 
 
@@ -169,8 +172,10 @@ def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = 
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
     if device == "cuda":
         return Runtime(cuda=Device(), threads=threads)
-    plans = all((folder / DECODER_PLAN).is_file() or (folder / CODEC_PLAN).is_file() for folder in folders)
-    if device == "auto" and plans:
+    without = [str(f) for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
+    if device == "auto" and without and len(without) < len(folders):
+        logger.warning("only some folders have plans, %s has none; running on the CPU", ", ".join(without))
+    if device == "auto" and not without:
         try:
             runtime = Runtime(cuda=Device(), threads=threads)
             logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")

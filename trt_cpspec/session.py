@@ -49,7 +49,8 @@ def open_graph(path: Path, *, threads: int | None = None) -> Any:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises many types here, none of them a bug of ours
-        raise EngineError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}") from error
+        hint = "; bf16 needs a GPU: build with --precision fp32 or fp16 for a CPU" if "bfloat16" in str(error) else ""
+        raise EngineError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}{hint}") from error
 
 
 class GraphSession:

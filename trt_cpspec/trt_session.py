@@ -29,13 +29,6 @@ GRAPH_ROWS = 8
 """Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
 
 
-class PlanLog:
-    """Collects what TensorRT says, so that an error can repeat it. Made a logger by :func:`import_binding`."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-
-
 def import_binding(flavour: str) -> Any:
     """Return the Python module of a flavour, or an EngineError that names the extra to install."""
     extra = "rtx" if flavour == "tensorrt_rtx" else "tensorrt"
@@ -43,7 +36,7 @@ def import_binding(flavour: str) -> Any:
         raise EngineError(f"unknown engine flavour {flavour!r}; known: {', '.join(BINDINGS)}")
     try:
         return importlib.import_module(BINDINGS[flavour])
-    except ImportError as error:
+    except Exception as error:  # its package runs loaders of its own, which raise what they like
         raise EngineError(f'{flavour} is not installed: pip install "trt_cpspec[{extra}]" ({error})') from error
 
 
@@ -64,26 +57,36 @@ class Plan:
     path : Path
     binding : module
         ``tensorrt`` or ``tensorrt_rtx``.
+    data : bytes
+        What :func:`plan_bytes` read from ``path``.
 
     Raises
     ------
     EngineError
-        The file is missing, empty, an ONNX graph, cut short, or of another version, flavour or device. The message
-        repeats what TensorRT said, and says how to build it again.
+        The plan is cut short, or of another version, flavour or device. The message repeats what TensorRT said, and
+        says how to build it again.
     """
 
-    def __init__(self, path: Path, binding: Any) -> None:
+    def __init__(self, path: Path, binding: Any, data: bytes) -> None:
         self.path, self.binding = path, binding
-        data = _plan_bytes(path)
-        errors: list[str] = []
-        self._runtime = binding.Runtime(_logger(binding, errors))
+        self.errors: list[str] = []
+        self._runtime = binding.Runtime(_logger(binding, self.errors))
         self.engine = self._runtime.deserialize_cuda_engine(data)
         if self.engine is None:
             raise EngineError(
                 f"{path} cannot be used by {binding.__name__} {binding.__version__}: "
-                f"{' / '.join(errors) or 'it gave no reason'}; build it again on this machine with cpspec-build"
+                f"{self.said()}; build it again on this machine with cpspec-build --engineDir {path.parent}"
             )
         self.names = [self.engine.get_tensor_name(index) for index in range(self.engine.num_io_tensors)]
+
+    def said(self) -> str:
+        """Return what TensorRT has complained of, for a message."""
+        return " / ".join(self.errors) or "it gave no reason"
+
+    def require(self, done: Any, what: str) -> None:
+        """Raise an EngineError that repeats TensorRT's words when a call of it was not done."""
+        if not done:
+            raise EngineError(f"{self.path}: {what} failed: {self.said()}")
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Return the numpy type of a tensor."""
@@ -109,7 +112,8 @@ class Plan:
             )
 
 
-def _plan_bytes(path: Path) -> bytes:
+def plan_bytes(path: Path) -> bytes:
+    """Read a plan; an EngineError says that it is missing, empty, or an ONNX graph."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -117,7 +121,7 @@ def _plan_bytes(path: Path) -> bytes:
     if not data:
         raise EngineError(f"{path} is empty: the build was cut short; build it again with cpspec-build")
     # An ONNX ModelProto begins with its ir_version (field 1, a varint).
-    if data[:1] == b"\x08" and b"trt_cpspec" in data[:64]:
+    if data[:1] == b"\x08":
         raise EngineError(f"{path} is an ONNX graph, not a plan; build the plan with cpspec-build --onnxDir")
     return data
 
@@ -157,6 +161,7 @@ class DecoderBuffers:
         self.positions = self._device.zeros((self.batch, length), np.int32)
         self.hidden = self._device.zeros((self.batch, length, width), np.float32)
         self._contexts: dict[int, Any] = {}
+        self._newest: Any = None
 
     def reserve(self, length: int) -> None:
         """Make sure that a pass of ``length`` positions has room. Contexts are made anew when buffers move."""
@@ -167,9 +172,11 @@ class DecoderBuffers:
         """Put one pass of ``length`` positions a row on the stream."""
         context = self._contexts.get(length)
         if context is None:
-            context = self._contexts[length] = self._context(length)
-        if not context.execute_async_v3(self._device.stream):
-            raise EngineError(f"{self._plan.path}: a pass of {self.batch} x {length} positions could not be enqueued")
+            context = self._newest = self._context(length)  # must outlive its pass
+            if length <= GRAPH_ROWS:  # prompts come in every length, and are not kept
+                self._contexts[length] = context
+        done = context.execute_async_v3(self._device.stream)
+        self._plan.require(done, f"a pass of {self.batch} x {length} positions")
 
     def _context(self, length: int) -> Any:
         profile = GENERATION_PROFILE
@@ -178,8 +185,8 @@ class DecoderBuffers:
         ):
             profile = CONTEXT_PROFILE
         context = _new_context(self._plan, self._activations)
-        if not context.set_optimization_profile_async(profile, self._device.stream):
-            raise EngineError(f"{self._plan.path}: profile {profile} could not be selected; build the engine again")
+        done = context.set_optimization_profile_async(profile, self._device.stream)
+        self._plan.require(done, f"selecting profile {profile}")
         shapes = {
             "inputs_embeds": (self.batch, length, self._spec.hidden_size),
             "positions": (self.batch, length),
@@ -191,7 +198,7 @@ class DecoderBuffers:
                     f"{self._plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
                     f"to {list(limits.maximum)}; build the engine with larger limits"
                 )
-            context.set_input_shape(name, shape)
+            self._plan.require(context.set_input_shape(name, shape), f"binding {name} of shape {list(shape)}")
         addresses = {
             "inputs_embeds": self.embeds.address,
             "positions": self.positions.address,
@@ -200,7 +207,7 @@ class DecoderBuffers:
         for name, array in self.cache.items():
             addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
         for name, address in addresses.items():
-            context.set_tensor_address(name, address)
+            self._plan.require(context.set_tensor_address(name, address), f"binding the address of {name}")
         return context
 
 
@@ -299,8 +306,9 @@ class TensorRTDecoderSession:
         started = time.perf_counter()
         self._make_room(int(positions.max()))
         length = positions.shape[1]
-        longest = min(PREFILL_CHUNK, self.plan.range("inputs_embeds", CONTEXT_PROFILE).maximum[1])
-        if length <= max(longest, GRAPH_ROWS):
+        context_limit = self.plan.range("inputs_embeds", CONTEXT_PROFILE).maximum[1]
+        longest = max(min(PREFILL_CHUNK, context_limit), self.max_positions() or 0)
+        if length <= longest:
             out = self._pass(embeds, positions)
         else:
             out = np.concatenate(
@@ -319,7 +327,9 @@ class TensorRTDecoderSession:
         staging = self._staging.get(length)
         if staging is None or staging.buffers_length != self.buffers.length:
             graphs = self._use_graphs and length <= GRAPH_ROWS
-            staging = self._staging[length] = _Staging(self.device, self.buffers, length, graphs=graphs)
+            staging = _Staging(self.device, self.buffers, length, graphs=graphs)
+            if length <= GRAPH_ROWS:  # prompts come in every length, and are not kept
+                self._staging[length] = staging
         np.copyto(staging.embeds, embeds)
         np.copyto(staging.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
         staging.run()
@@ -368,15 +378,16 @@ class TensorRTGraphSession:
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
+        plan.check_names({"codes", "waveform"})
         self._plan, self._device = plan, device
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._context = _new_context(plan, self._activations)
-        self._context.set_optimization_profile_async(0, device.stream)
+        plan.require(self._context.set_optimization_profile_async(0, device.stream), "selecting profile 0")
 
     def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
         """Run it once, from and to host memory."""
         plan, device = self._plan, self._device
-        plan.check_names({*feeds, *(outputs := [name for name in plan.names if name not in feeds])})
+        outputs = [name for name in plan.names if name not in feeds]
         held = []
         for name, array in feeds.items():
             limits = plan.range(name, 0)
@@ -388,17 +399,18 @@ class TensorRTGraphSession:
             values = np.ascontiguousarray(array, plan.dtype(name))
             target = device.empty(values.shape, values.dtype)
             device.upload(target, values)
-            self._context.set_input_shape(name, values.shape)
-            self._context.set_tensor_address(name, target.address)
+            plan.require(self._context.set_input_shape(name, values.shape), f"binding {name} of {list(values.shape)}")
+            plan.require(self._context.set_tensor_address(name, target.address), f"binding the address of {name}")
             held += [values, target]
         results, sources = {}, {}
         for name in outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             sources[name] = device.empty(shape, plan.dtype(name))
             results[name] = np.empty(shape, plan.dtype(name))
-            self._context.set_tensor_address(name, sources[name].address)
-        if not self._context.execute_async_v3(device.stream):
-            raise EngineError(f"{plan.path}: the graph could not be run")
+            plan.require(
+                self._context.set_tensor_address(name, sources[name].address), f"binding the address of {name}"
+            )
+        plan.require(self._context.execute_async_v3(device.stream), "a run")
         for name, source in sources.items():
             device.download(results[name], source)
         device.synchronize()

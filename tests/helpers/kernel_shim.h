@@ -274,6 +274,7 @@ inline unsigned __float_as_uint(float value) { return shim::from_slot<unsigned>(
 inline float __uint_as_float(unsigned bits) { return shim::from_slot<float>(bits); }
 inline long long __double_as_longlong(double value) { return shim::from_slot<long long>(shim::to_slot(value)); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 template <class T>
 T max(T a, T b) { return a > b ? a : b; }
