@@ -145,6 +145,23 @@ class GraphWriter:
         return f"{kind.lower()}_{self._counter}"
 
 
+def write_heads_graph(path: Path) -> None:
+    """Write the product of one hidden state and rows of heads, both inputs: ``[1, C]`` and ``[n, C]`` to ``[1, n]``.
+
+    It holds no weights. On a CPU it runs the heads in the thread pool of the passes; a second pool beside it, that of
+    numpy, would wait for the same cores.
+    """
+    product = helper.make_node("Gemm", ["hidden", "heads"], ["logits"], transB=1)
+    values: dict[str, list[int | str]] = {"hidden": [1, "width"], "heads": ["rows", "width"], "logits": [1, "rows"]}
+    hidden, heads, logits = (
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in values.items()
+    )
+    graph = helper.make_graph([product], "heads", [hidden, heads], [logits])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+
+
 def transposed(read: Callable[[], NDArray[np.float32]]) -> Iterator[NDArray[np.float32]]:
     """Yield a ``[out, in]`` weight as the ``[in, out]`` block that ``MatMul`` wants, read when its turn comes."""
     yield np.ascontiguousarray(read().T)

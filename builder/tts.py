@@ -19,7 +19,7 @@ from .checkpoint import SPECIAL_CODES, TtsCheckpoint, Weights, read_checkpoint
 from .code2wav import CodecSpec, read_codec_spec, write_code2wav
 from .decoder import write_decoder
 from .engine import Backend, EngineOptions, Report, check_precision
-from .graph import GRAPH_FILE, GraphWriter
+from .graph import GRAPH_FILE, GraphWriter, write_heads_graph
 from .rebuild import Outcome, RebuildOptions, build_component
 from .sidecar import PLAN_FILES
 
@@ -32,6 +32,7 @@ COMPONENTS = ("talker", "code_predictor", "code2wav")
 PROJECTION = "talker.code_predictor.small_to_mtp_projection"
 PRECISIONS = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 CONFIG_FILE = "config.json"
+HEADS_FILE = "heads.onnx"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "special_tokens_map.json")
 _NATIVE_TEMPLATE_MARKER = "chat_template.model"
 
@@ -209,6 +210,7 @@ class TtsBuild:
         self._side_file(
             folder, "lm_heads", {f"lm_head_{i}.weight": (f"{prefix}.lm_head.{i}.weight", shape) for i in depths}
         )
+        write_heads_graph(folder / HEADS_FILE)
         if f"{PROJECTION}.weight" in self.weights:
             shapes = {"weight": (spec.hidden_size, talker_width), "bias": (spec.hidden_size,)}
             self._side_file(folder, "small_to_mtp_projection", {k: (f"{PROJECTION}.{k}", v) for k, v in shapes.items()})

@@ -105,27 +105,38 @@ __device__ __forceinline__ u64 bin_sum(const Cut<u64>& s, int place) {
   return s.bins[0][place] + (u64(s.bins[1][place]) << MASS_LOW_BITS);
 }
 
+// One warp: whether each lane's stretch holds the entry at the limit, which lies after `before` of the measure.
+template <class Measure>
+__device__ __forceinline__ bool holds_limit(Measure before, Measure here, Measure limit) {
+  return before < limit && limit <= before + here;
+}
+
 // One warp: the bin in which the measure reaches the limit, and the measure before it. THREADS where none does.
 template <class Measure, class LimitOf>
 __device__ __forceinline__ void find_bin(Cut<Measure>& s, bool first_pass, LimitOf limit_of) {
-  Measure here[WARPS], sum = 0;  // a lane's neighbouring bins
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) here[i] = bin_sum(s, i * 32 + lane_id()), sum += here[i];
+  Measure sum = 0;
+#pragma unroll 8
+  for (int i = 0; i < WARPS; i++) sum += bin_sum(s, i * 32 + lane_id());
   const Measure inclusive = warp_inclusive_sum(sum), total = __shfl_sync(ALL_LANES, inclusive, 31);
   const Measure limit = first_pass ? limit_of(total) : s.limit, base = first_pass ? 0 : s.before;
-  Measure before = base + inclusive - sum, start = before, through = base + total;
-  const bool reached = limit <= base + total;
-  __syncwarp();  // all lanes have read what one now writes
-  if (reached ? !(before < limit && limit <= before + sum) : lane_id() != 0) return;
-  u32 bin = THREADS;
-  if (reached) {
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) {
-      if (before < limit) bin = lane_id() * WARPS + i, start = before, through = before + here[i];
-      before += here[i];
-    }
+  Measure before = base + inclusive - sum;
+  __syncwarp();  // all lanes have read s.before
+  const u32 stretch = __ballot_sync(ALL_LANES, holds_limit(before, sum, limit));
+  if (lane_id() == 0) {
+    s.limit = limit;
+    if (stretch == 0) s.bin = THREADS, s.through = base + total;
   }
-  s.bin = bin, s.limit = limit, s.before = start, s.through = through;
+  if (stretch == 0) return;
+  // The same again, for the bins of the stretch that was found.
+  const int found = __ffs(stretch) - 1;
+  before = __shfl_sync(ALL_LANES, before, found);
+  const Measure here = lane_id() < WARPS ? bin_sum(s, lane_id() * 32 + found) : 0;
+  before += warp_inclusive_sum(here) - here;
+  if (holds_limit(before, here, limit)) {
+    s.bin = found * WARPS + lane_id();
+    s.before = before;
+    s.through = before + here;
+  }
 }
 
 // Each thread: those of its entries that compete with the listed ones for what is left below the limit.
@@ -166,12 +177,13 @@ __device__ __forceinline__ void divide(Cut<Measure>& s, const Row& row, u32 entr
   __syncthreads();
 }
 
-// All threads, after the first pass of divide(); returns which of the thread's `alive` entries stay.
+// All threads; returns which of the thread's `alive` entries stay. `divided`: the first pass has been made.
 template <class Measure, class LimitOf>
-__device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 alive, u32 (&digit)[ITEMS],
-                                          LimitOf limit_of) {
+__device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 alive, bool divided,
+                                          u32 (&digit)[ITEMS], LimitOf limit_of) {
   u32 kept = 0, rest = alive;
-  for (int pass = 1;; pass++) {
+  for (int pass = 0;; pass++) {
+    if (pass > 0 || !divided) divide(s, row, rest, pass, digit, limit_of);
     const u32 candidates = rest;
     rest = 0;
 #pragma unroll
@@ -193,7 +205,6 @@ __device__ __forceinline__ u32 keep_first(Cut<Measure>& s, const Row& row, u32 a
     __syncthreads();
     s.clear();
     __syncthreads();
-    divide(s, row, rest, pass, digit, limit_of);
   }
   return rest ? kept | compete(s, row, rest) : kept;
 }
@@ -324,13 +335,16 @@ __device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 a
 // What the exact score of a code is made of.
 struct ExactScore {
   const float* logits;
-  double largest, temperature;
-  u64 seed;
-  u32 frame, depth, use;
+  float largest;
+  const Request& request;
+  u32 depth, use;
 
+  __device__ __forceinline__ u32 word(u32 code) const {
+    return word_of(philox(request.seed, request.frame, depth, use, code / 4), code % 4);
+  }
   __device__ __forceinline__ double operator()(u32 code) const {
-    const u32 word = word_of(philox(seed, frame, depth, use, code / 4), code % 4);
-    return (double(logits[code]) - largest) / temperature + gumbel_exact(word);
+    const double temperature = request.temperature == 0 ? 1 : request.temperature;
+    return (double(logits[code]) - double(largest)) / temperature + gumbel_exact(word(code));
   }
 };
 
@@ -353,7 +367,8 @@ __device__ __forceinline__ void list_candidates(Short& s, const Row& row, u32 al
 
 // All threads, eight for a candidate: puts those that top-k keeps in their order, each with the mass before it and its
 // score. `kept` is how many it keeps.
-__device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 kept, const ExactScore& address) {
+__device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 kept,
+                                                const ExactScore& exact_score) {
   constexpr int TEAM = 8;
   const u32 listed = s.listed;
 #pragma unroll 1
@@ -369,8 +384,7 @@ __device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 ke
     for (int step = TEAM / 2; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     const u32 code = u32(order) & ((1u << CODE_BITS) - 1), rank = u32(sum) & ((1u << RANK_BITS) - 1);
     const float scaled = row.scaled(key_to_float(~u32(order >> CODE_BITS)));
-    const u32 word = word_of(philox(address.seed, address.frame, address.depth, address.use, code / 4), code % 4);
-    const float score = scaled + gumbel(word), weight = expf(scaled);
+    const float score = scaled + gumbel(exact_score.word(code)), weight = expf(scaled);
     if (lane_id() % TEAM == 0 && rank < kept) {
       const u64 before = sum >> RANK_BITS;
       s.before[rank] = before;
@@ -435,7 +449,7 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
     return;
   }
 
-  const ExactScore exact_score = {logits, row.largest, greedy ? 1 : request.temperature, request.seed, request.frame, u32(depth), u32(use)};
+  const ExactScore exact_score = {logits, row.largest, request, u32(depth), u32(use)};
   u32 alive = 0, digit[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
@@ -455,15 +469,14 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
       if (lane_id() == 0) codes[entry] = code;
       return;
     }
-    alive = keep_first(s.by_count, row, alive, digit, limit_of);
+    alive = keep_first(s.by_count, row, alive, true, digit, limit_of);
   }
 
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) row.weight[i] = alive >> i & 1 ? expf(row.scaled(row.logit[i])) : 0;
   if (top_p < 1) {
     const auto limit_of = [&](u64 total) { return u64(ceil(top_p * double(total))); };
-    divide(s.by_mass, row, alive, 0, digit, limit_of);
-    alive = keep_first(s.by_mass, row, alive, digit, limit_of);
+    alive = keep_first(s.by_mass, row, alive, false, digit, limit_of);
   }
   offer_and_store(s, row, alive, request, depth, use, law);
   if (warp_id() != 0) return;

@@ -92,7 +92,7 @@ def wide_heads(folder: Path) -> None:
     [
         (
             lambda folder: change_config(folder, max_verify_size=1),
-            "at most 1 position.* cpspec-build --maxVerifySize 2",
+            "at most 1 position.* cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize 2",
         ),
         (lambda folder: change_config(folder, max_verify_size=None), "does not say max_verify_size"),
         (lambda folder: (folder / "model.onnx").unlink(), "neither model.onnx nor a plan"),

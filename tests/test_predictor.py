@@ -218,7 +218,12 @@ def test_a_single_row_needs_no_batch_axis(lively: Any) -> None:
     [
         ({"codebook_size": 4100, "num_code_groups": 4}, {}, 3, "the codebook of 4100 exceeds the largest supported"),
         ({"codebook_size": 64}, {"max_verify_size": 1}, 3, r"at most 1 position\(s\) a pass and 3 were asked"),
-        ({"codebook_size": 64}, {"max_verify_size": 2}, 3, "rebuild it with cpspec-build --maxVerifySize 3"),
+        (
+            {"codebook_size": 64},
+            {"max_verify_size": 2},
+            3,
+            "--onlyCodePredictor --maxVerifySize 3, or build a graph again",
+        ),
         ({"codebook_size": 64, "num_code_groups": 2}, {}, 2, r"1 residual depth\(s\) leave no draft slot"),
     ],
 )

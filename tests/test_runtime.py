@@ -9,6 +9,7 @@ import logging
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,13 @@ import pytest
 from trt_cpspec.builder.engine import Backend, EngineOptions
 from trt_cpspec.builder.rebuild import RebuildOptions, build_component
 
-from trt_cpspec import CodePredictor, runtime
+from trt_cpspec import CodePredictor, runtime, trt_session
 from trt_cpspec.config import DecoderSpec, Section
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.runtime import PlanRecord, Runtime, open_runtime
 from trt_cpspec.session import DecoderSession, GraphSession
-from trt_cpspec.trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession
+from trt_cpspec.trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 HIDDEN, KV_HEADS, HEAD_DIM = 6, 2, 4
 SPEC = DecoderSpec(
@@ -59,6 +60,8 @@ class FakeDevice:
             CUDA_MEMCPY2D=SimpleNamespace, CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device")
         )
         self.captured = self.launched = 0
+        self.pins: list[weakref.ref[np.ndarray]] = []
+        self.at_synchronize: Callable[[], None] = lambda: None
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
         return FakeArray(shape, dtype)
@@ -69,7 +72,9 @@ class FakeDevice:
         return array
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.zeros(shape, dtype)
+        array = np.zeros(shape, dtype)
+        self.pins.append(weakref.ref(array))
+        return array
 
     def upload(self, target: FakeArray, source: np.ndarray) -> None:
         assert source.nbytes <= target.nbytes
@@ -79,7 +84,8 @@ class FakeDevice:
         assert target.nbytes <= source.nbytes
         ctypes.memmove(target.ctypes.data, source.address, target.nbytes)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.at_synchronize()
 
     def capture(self, work: Callable[[], None]) -> Any:
         self.captured += 1
@@ -115,10 +121,11 @@ class FakeContext:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine, self.shapes, self.addresses = engine, dict[str, tuple[int, ...]](), dict[str, int]()
         self.profile: int | None = None
+        engine.alive.add(self)
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.profile = profile
-        return True
+        return self.engine.done("set_optimization_profile_async")
 
     def set_device_memory(self, address: int, size: int) -> None:
         assert size == self.engine.device_memory_size_v2
@@ -127,18 +134,18 @@ class FakeContext:
         low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
         assert all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True)), (name, shape)
         self.shapes[name] = tuple(shape)
-        return True
+        return self.engine.done("set_input_shape", name)
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.engine.output_shapes(self.shapes)[name]
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.addresses[name] = address
-        return True
+        return self.engine.done("set_tensor_address", name)
 
     def execute_async_v3(self, stream: int) -> bool:
         assert self.addresses.keys() == set(self.engine.names)
-        if self.engine.fails:
+        if not self.engine.done("execute_async_v3"):
             return False
         self.engine.passes.append((self.profile, self.shapes))
         self.engine.work(self)
@@ -163,9 +170,18 @@ class FakeEngine:
                 | {f"past_{name}": cache for name in CACHES}
             )
         self.names = [*self.profiles[0], "hidden_states", *(f"present_{name}" for name in CACHES)]
-        self.device_memory_size_v2, self.fails = 1024, False
-        self.contexts = 0
+        self.device_memory_size_v2, self.contexts = 1024, 0
+        self.refused: tuple[str, ...] = ()
+        self.say: Callable[[int, str], None]
+        self.alive = weakref.WeakSet[FakeContext]()
         self.passes: list[tuple[int | None, dict[str, tuple[int, ...]]]] = []
+
+    def done(self, *call: str) -> bool:
+        """Return whether a call is done. One that is not logs why."""
+        if call == self.refused:
+            self.say(ILogger.WARNING, "slow")
+            self.say(ILogger.ERROR, f"{' '.join(call)}: not today\n")
+        return call != self.refused
 
     @property
     def num_io_tensors(self) -> int:
@@ -240,9 +256,11 @@ def binding_of(engine: Any, *said: tuple[int, str], name: str = "tensorrt") -> A
             self._logger = logger
 
         def deserialize_cuda_engine(self, data: bytes) -> Any:
-            assert data
+            assert data == PLAN
             for severity, message in said:
                 self._logger.log(severity, message)
+            if engine is not None:
+                engine.say = self._logger.log
             return engine
 
     return SimpleNamespace(
@@ -252,8 +270,7 @@ def binding_of(engine: Any, *said: tuple[int, str], name: str = "tensorrt") -> A
 
 
 def plan_of(folder: Path, engine: Any, *said: tuple[int, str]) -> Plan:
-    (folder / "llm.engine").write_bytes(PLAN)
-    return Plan(folder / "llm.engine", binding_of(engine, *said))
+    return Plan(folder / "llm.engine", binding_of(engine, *said), PLAN)  # no such file: it is not read again
 
 
 def session_of(folder: Path, engine: FakeEngine, **options: Any) -> tuple[TensorRTDecoderSession, FakeDevice]:
@@ -302,14 +319,22 @@ def test_auto_without_a_device_warns_and_takes_the_cpu(
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_auto_takes_the_cpu_where_a_plan_is_missing(
-    kept: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+def test_auto_takes_the_cpu_where_a_plan_is_missing_and_names_the_folders(
+    kept: int, folders: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runtime, "Device", without_cuda)  # is not even looked for: no warning
+    monkeypatch.setattr(runtime, "Device", FakeDevice)
     for folder in folders[kept:]:
         for path in folder.iterdir():
             path.unlink()
     assert open_runtime("auto", folders) == Runtime()
+    assert len(caplog.messages) == (kept > 0)  # a folder of graphs alone is no surprise
+    if kept:
+        names = ", ".join(str(folder) for folder in folders[kept:])
+        assert caplog.messages[0].startswith(f"only some folders have plans, {names} ")
+        assert caplog.messages[0].endswith("; running on the CPU")
+    caplog.clear()
+    assert open_runtime("cpu", folders) == Runtime()
+    assert not caplog.messages
 
 
 def test_the_cpu_is_taken_without_a_look_at_cuda(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,13 +394,13 @@ def test_a_plan_that_its_sidecar_describes_is_opened(opened: Callable[..., Any])
     assert opened(sidecar_of(flavour="tensorrt_rtx", compute_capabilities=[])).max_positions() == 8  # its default set
 
 
-ONNX = b"\x08\x08\x12\x0atrt_cpspec:\xb5X\n7"
+ONNX = b"\x08\x08\x12\x07pytorch:\xb5X\n7"
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no plan": (sidecar_of(), {"plan": None}, r"llm.engine does not exist, --device cuda needs a plan; build one with"),
     "no record": ({"builder_config": {}}, {}, r"has no record of llm.engine .*Plans are code, .*cpspec-build"),
     "null record": ({"builder_config": {"engine": None}}, {}, "has no record of llm.engine"),
     "older": (sidecar_of(tensorrt_version="8.6.1"), {}, "built by tensorrt 8.6.1, 11.1.0 is installed; .*cpspec-build"),
-    "device": (sidecar_of(), {"capability": (8, 6)}, "compute capability 9.0, this device has 8.6; .* on this device"),
+    "device": (sidecar_of(), {"capability": (8, 6)}, "compute capability 9.0, this device has 8.6; .*cpspec-build"),
     "devices": (
         sidecar_of(compute_capabilities=["8.6", "12.0"]), {}, "compute capability 8.6, 12.0, this device has 9.0",
     ),
@@ -393,6 +418,45 @@ def test_a_plan_that_cannot_be_trusted_is_refused(case: str, opened: Callable[..
     with pytest.raises(EngineError, match=message) as caught:
         opened(config, **options)
     assert "llm.engine" in str(caught.value) or case == "flavour"
+
+
+@pytest.mark.parametrize("case", ["older", "device", "another plan"])
+def test_a_plan_that_is_not_at_home_says_what_else_can_be_done(
+    case: str, opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    config, options, _ = REFUSED[case]
+    again = f"; build it again with cpspec-build --engineDir {tmp_path}"
+    with pytest.raises(EngineError) as caught:
+        opened(config, **options)
+    assert str(caught.value).endswith(again)
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(EngineError) as caught:
+        opened(config, **options)
+    assert str(caught.value).endswith(f"{again}, or run the graph with --device cpu")
+
+
+def test_what_is_checked_is_what_is_loaded(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_bytes
+
+    def read_and_replace(path: Path) -> bytes:
+        data = read(path)
+        path.write_bytes(b"another plan")
+        return data
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_replace)
+    assert isinstance(opened(sidecar_of()), TensorRTDecoderSession)  # neither the hash nor the runtime sees the other
+
+
+def test_a_plan_that_cannot_be_trusted_never_reaches_tensorrt(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = []
+    monkeypatch.setattr(runtime, "Plan", lambda *arguments: reached.append(arguments))
+    for case, (config, options, message) in REFUSED.items():
+        if case != "no plan":  # the folder has one by now
+            with pytest.raises(EngineError, match=message):
+                opened(config, **{"plan": PLAN, **options})
+    assert reached == []
 
 
 @pytest.mark.parametrize("key", ["flavour", "tensorrt_version", "plan"])
@@ -415,6 +479,19 @@ def test_a_flavour_that_is_not_installed_names_its_extra(
         Runtime(cuda=device).decoder(tmp_path, SPEC, 128)
 
 
+@pytest.mark.parametrize(
+    "error", ["OSError('libnvinfer.so.11 is missing')", "RuntimeError('no loader')", "KeyError('x')"]
+)
+def test_a_flavour_whose_import_fails_says_why(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorrt.py").write_text(f"raise {error}\n")
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EngineError, match=r"^tensorrt is not installed: pip install") as caught:
+        import_binding("tensorrt")
+    assert type(caught.value.__cause__).__name__ in error
+    assert str(caught.value).endswith(f"({caught.value.__cause__})")
+
+
 def test_the_record_that_the_builder_writes_is_read(rtx_binding: Any, variants: dict[str, Any], tmp_path: Path) -> None:
     folder = shutil.copytree(variants["tts_a"].engine / "code_predictor", tmp_path / "code_predictor")
     backend = Backend(name="tensorrt_rtx", binding=rtx_binding)
@@ -423,10 +500,13 @@ def test_the_record_that_the_builder_writes_is_read(rtx_binding: Any, variants: 
     section, path = Section.from_file(folder / "config.json"), folder / "llm.engine"
     found = PlanRecord.from_section(section, "llm.engine")
     assert (found.flavour, found.compute_capabilities) == ("tensorrt_rtx", ("8.6", "12.0"))
+    data, version = plan_bytes(path), rtx_binding.__version__
     for capability in ((8, 6), (12, 0)):
-        found.check(path, rtx_binding.__version__, capability)
+        found.check(path, data, version, capability)
     with pytest.raises(EngineError, match=r"this device has 8\.9"):
-        found.check(path, rtx_binding.__version__, (8, 9))
+        found.check(path, data, version, (8, 9))
+    with pytest.raises(EngineError, match=r"its SHA-256 differs"):
+        found.check(path, data[:-1], version, (8, 6))
 
 
 # ---- a plan that TensorRT cannot use --------------------------------------------------------------------------------
@@ -451,13 +531,11 @@ def test_tensorrts_own_words_are_repeated(tmp_path: Path) -> None:
 def test_what_the_real_runtime_says_of_a_truncated_plan(
     share: float, rtx_binding: Any, rtx_plan: bytes, tmp_path: Path
 ) -> None:
-    path = tmp_path / "llm.engine"
-    path.write_bytes(rtx_plan[: int(share * len(rtx_plan))])
     message = (
         rf"llm.engine cannot be used by tensorrt_rtx {re.escape(rtx_binding.__version__)}: .*[Ss]erializ.*; build it"
     )
     with pytest.raises(EngineError, match=message):
-        Plan(path, rtx_binding)
+        Plan(tmp_path / "llm.engine", rtx_binding, rtx_plan[: int(share * len(rtx_plan))])
 
 
 @pytest.fixture(scope="module")
@@ -474,20 +552,26 @@ def rtx_plan(rtx_binding: Any) -> bytes:
     return bytes(builder.build_serialized_network(network, config))
 
 
+def test_a_plan_is_read_as_it_is(rtx_plan: bytes, tmp_path: Path) -> None:
+    for content in (PLAN, rtx_plan, b"\x09", b"a\x08"):
+        (tmp_path / "llm.engine").write_bytes(content)
+        assert plan_bytes(tmp_path / "llm.engine") == content
+
+
 @pytest.mark.parametrize("content", [None, b""])
 def test_a_plan_that_is_no_file_or_empty(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "llm.engine").write_bytes(content)
     words = "cannot be read: .*; build it with" if content is None else "is empty: .*; build it again with"
     with pytest.raises(EngineError, match=f"llm.engine {words} cpspec-build"):
-        Plan(tmp_path / "llm.engine", binding_of(FakeEngine()))
+        plan_bytes(tmp_path / "llm.engine")
 
 
 def test_a_graph_that_passes_for_a_plan(variants: dict[str, Any], tmp_path: Path) -> None:
     for component in ("talker", "code_predictor", "code2wav"):
         shutil.copyfile(variants["tts_a"].engine / component / "model.onnx", tmp_path / "llm.engine")
         with pytest.raises(EngineError, match="is an ONNX graph, not a plan"):
-            Plan(tmp_path / "llm.engine", binding_of(FakeEngine()))
+            plan_bytes(tmp_path / "llm.engine")
 
 
 def test_every_missing_and_every_unknown_tensor_is_named(tmp_path: Path) -> None:
@@ -561,16 +645,55 @@ def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, tmp_path: Path
     assert session.run_seconds > 0
 
 
-def test_a_long_prefill_is_cut_to_the_context_profile(tmp_path: Path) -> None:
-    engine = FakeEngine(context_rows=16)
+CUTS: dict[str, tuple[int, int, int, int, list[tuple[int, int]]]] = {
+    "the context profile's limit": (16, 8, 512, 50, [(0, 16), (0, 16), (0, 16), (1, 2)]),
+    "as long as a context pass may be": (16, 8, 512, 16, [(0, 16)]),
+    "one more": (16, 8, 512, 17, [(0, 16), (1, 1)]),
+    "the chunk": (32, 2, 12, 26, [(0, 12), (0, 12), (1, 2)]),
+    "generation is wider than context": (3, 8, 512, 20, [(1, 8), (1, 8), (1, 4)]),
+    "generation takes all": (3, 8, 512, 8, [(1, 8)]),
+    "generation is wider than the chunk": (32, 24, 12, 50, [(1, 24), (1, 24), (1, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_a_long_prefill_is_cut_to_what_one_pass_takes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context_rows, width, chunk, length, passes = CUTS[case]
+    monkeypatch.setattr(trt_session, "PREFILL_CHUNK", chunk)
+    engine = FakeEngine(context_rows=context_rows, width=width)
     session, _ = session_of(tmp_path, engine)
-    session.start(2, 50)
-    embeds = np.random.default_rng(0).standard_normal((2, 50, HIDDEN)).astype(np.float32)
-    places = np.tile(np.arange(50), (2, 1))
+    session.start(2, length)
+    embeds = np.random.default_rng(0).standard_normal((2, length, HIDDEN)).astype(np.float32)
+    places = np.tile(np.arange(length), (2, 1))
     found = session.forward(embeds, places)
     np.testing.assert_allclose(found, Expected(2).forward(embeds, places), rtol=1e-5, atol=1e-5)
-    lengths = [(profile, shapes["inputs_embeds"][1]) for profile, shapes in engine.passes]
-    assert lengths == [(0, 16)] * 3 + [(1, 2)]
+    assert [(profile, shapes["inputs_embeds"][1]) for profile, shapes in engine.passes] == passes
+
+
+def test_of_prompts_only_the_last_context_and_no_staging_is_kept(tmp_path: Path) -> None:
+    engine = FakeEngine(context_rows=40)
+    session, device = session_of(tmp_path, engine)
+    session.start(1, 60)
+    seen = []
+    device.at_synchronize = lambda: seen.append(len(engine.alive))
+
+    def forward(length: int) -> None:
+        session.forward(np.zeros((1, length, HIDDEN), np.float32), np.arange(length)[None])
+
+    forward(40)
+    for length in (9, 20, 9, 33, 20):
+        forward(length)
+        assert len(engine.alive) == 1
+        assert [pin for pin in device.pins if pin() is not None] == []
+    assert engine.contexts == 6
+    assert min(seen) == 1  # a pass is on the stream until then, and its context with it
+    for length in (8, 1, 30, 8, 1, 8, 1):
+        forward(length)
+    assert engine.contexts == 9  # up to 8 positions are kept, across a prompt too
+    assert len(engine.alive) == 3
+    assert len([pin for pin in device.pins if pin() is not None]) == 2 * 3
 
 
 def test_a_context_serves_one_length(tmp_path: Path) -> None:
@@ -597,16 +720,51 @@ def test_what_a_profile_does_not_admit_is_named(tmp_path: Path) -> None:
         session.forward(np.zeros((5, 1, HIDDEN), np.float32), np.zeros((5, 1), np.int64))
 
 
-def test_a_pass_before_start_or_that_fails_is_an_error(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    session, _ = session_of(tmp_path, engine)
+def test_a_pass_before_start_is_an_error(tmp_path: Path) -> None:
+    session, _ = session_of(tmp_path, FakeEngine())
     embeds, positions = np.zeros((1, 1, HIDDEN), np.float32), np.zeros((1, 1), np.int64)
     with pytest.raises(EngineError, match=r"start\(\) must be called before a pass"):
         session.forward(embeds, positions)
+
+
+DECODER_CALLS = [
+    (("set_optimization_profile_async",), "selecting profile 1"),
+    (("set_input_shape", "inputs_embeds"), "binding inputs_embeds of shape [1, 2, 6]"),
+    (("set_input_shape", "positions"), "binding positions of shape [1, 2]"),
+    (("set_input_shape", "past_value_1"), "binding past_value_1 of shape [1, 2, 64, 4]"),
+    (("set_tensor_address", "inputs_embeds"), "binding the address of inputs_embeds"),
+    (("set_tensor_address", "hidden_states"), "binding the address of hidden_states"),
+    (("set_tensor_address", "present_key_1"), "binding the address of present_key_1"),
+    (("execute_async_v3",), "a pass of 1 x 2 positions"),
+]
+
+
+@pytest.mark.parametrize(("call", "what"), DECODER_CALLS)
+def test_a_call_of_a_decoder_that_is_not_done_repeats_tensorrts_words(
+    call: tuple[str, ...], what: str, tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    session, _ = session_of(tmp_path, engine)
     session.start(1, 20)
-    engine.fails = True
-    with pytest.raises(EngineError, match="a pass of 1 x 1 positions could not be enqueued"):
+    engine.refused = call
+    embeds, positions = np.zeros((1, 2, HIDDEN), np.float32), np.arange(2)[None]
+    with pytest.raises(EngineError) as caught:
         session.forward(embeds, positions)
+    assert str(caught.value) == f"{tmp_path / 'llm.engine'}: {what} failed: {' '.join(call)}: not today"
+    assert engine.passes == []
+    engine.refused = ()
+    session.forward(embeds, positions)  # nothing half made is left behind
+    assert len(engine.passes) == 1
+
+
+def test_a_call_that_is_not_done_without_a_word_is_an_error(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    session, _ = session_of(tmp_path, engine)
+    session.start(1, 20)
+    engine.refused, engine.say = ("execute_async_v3",), lambda severity, message: None
+    session.plan.errors.clear()
+    with pytest.raises(EngineError, match="a pass of 1 x 1 positions failed: it gave no reason"):
+        session.forward(np.zeros((1, 1, HIDDEN), np.float32), np.zeros((1, 1), np.int64))
 
 
 def test_contexts_of_older_versions_are_made_by_their_own_call(tmp_path: Path) -> None:
@@ -683,7 +841,8 @@ def test_a_narrow_plan_switches_speculation_off_and_says_how_to_widen_it(
         assert (window.requested, window.verify_size) == (3, 0)
         assert window.reason is not None
         assert f"takes at most {width} position(s) a pass and 3 were asked" in window.reason
-        assert re.search("cpspec-build .*--maxVerifySize 3", window.reason)
+        assert "cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize 3" in window.reason
+        assert window.reason.endswith("or build a graph again with --maxVerifySize 3")
     assert caplog.messages == [f"CodePredictor speculation is off: {window.reason}; decoding autoregressively"]
     hidden = np.random.default_rng(0).standard_normal((1, predictor.spec.talker_hidden_size))
     frames = [predictor.decode_frame(hidden, [5], seeds=[1], verify_size=n) for n in (0, 3)]
@@ -714,8 +873,47 @@ def test_a_graph_names_what_it_cannot_take(tmp_path: Path) -> None:
         EngineError, match=r"codes of shape \[1, 3, 10\] is outside the profile's \[1, 3, 1\] to \[1, 3, 9\]"
     ):
         codec_of(tmp_path).run({"codes": np.zeros((1, 3, 10), np.int32)})
-    with pytest.raises(EngineError, match=r"missing \['frames'\]"):
-        codec_of(tmp_path).run({"frames": np.zeros((1, 3, 1), np.int32)})
+
+
+def test_a_graph_of_other_tensors_is_not_opened(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    codec = FakeCodec()
+    codec.names = ["frames", "waveform"]
+    with pytest.raises(EngineError, match=r"missing \['codes'\], unknown \['frames'\]; build it again"):
+        TensorRTGraphSession(plan_of(tmp_path, codec), device)
+    with pytest.raises(EngineError, match=r"missing \['codes', 'waveform'\], unknown \['hidden_states', "):
+        TensorRTGraphSession(plan_of(tmp_path, FakeEngine()), device)
+    assert codec.contexts == 0
+
+
+CODEC_CALLS = [
+    (("set_input_shape", "codes"), "binding codes of [1, 3, 2]"),
+    (("set_tensor_address", "codes"), "binding the address of codes"),
+    (("set_tensor_address", "waveform"), "binding the address of waveform"),
+    (("execute_async_v3",), "a run"),
+]
+
+
+@pytest.mark.parametrize(("call", "what"), CODEC_CALLS)
+def test_a_call_of_a_graph_that_is_not_done_repeats_tensorrts_words(
+    call: tuple[str, ...], what: str, tmp_path: Path
+) -> None:
+    device: Any = FakeDevice()
+    codec = FakeCodec()
+    session = TensorRTGraphSession(plan_of(tmp_path, codec), device)
+    codec.refused = call
+    with pytest.raises(EngineError) as caught:
+        session.run({"codes": np.ones((1, 3, 2), np.int32)})
+    assert str(caught.value) == f"{tmp_path / 'llm.engine'}: {what} failed: {' '.join(call)}: not today"
+
+
+def test_a_graph_whose_profile_cannot_be_selected_is_not_opened(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    codec = FakeCodec()
+    codec.refused = ("set_optimization_profile_async",)
+    message = "selecting profile 0 failed: set_optimization_profile_async: not today"
+    with pytest.raises(EngineError, match=message):
+        TensorRTGraphSession(plan_of(tmp_path, codec), device)
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ class Device:
             The driver has no conditional nodes (CUDA 12.4 brought them).
         """
         driver = self.driver
+        if not hasattr(driver, "cuGraphConditionalHandleCreate"):
+            raise EngineError("this cuda-python has no conditional graph nodes")
         graph = self.call("cuGraphCreate", 0)
         handle = self.call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)  # 1 at each launch
         first = self._add_child(graph, [], before)

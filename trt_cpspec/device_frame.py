@@ -110,6 +110,21 @@ class DeviceFrames:
         self._graphs: dict[tuple[int, int, Mode], _FrameGraph] = {}
         self.wait_seconds = 0.0
 
+    def prepare(self, batch: int, window: Window, mode: Mode) -> None:
+        """Capture the frame of a batch size, window and mode, if it was not captured before.
+
+        Raises
+        ------
+        EngineError
+            It cannot be captured here: the driver is too old, or a kernel cannot be compiled.
+        """
+        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
+        key = (batch, window.max_drafts, mode)
+        if key not in self._graphs:
+            self._graphs[key] = _FrameGraph(
+                self._session, self._tables, self._sizes, self._library, batch, window.max_drafts, mode
+            )
+
     def decode(
         self,
         talker_hidden: NDArray[np.float32],
@@ -134,14 +149,8 @@ class DeviceFrames:
         NumericsError
             The model gave logits that describe no law, in row ``error.row``.
         """
-        batch = len(rows)
-        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
-        key = (batch, window.max_drafts, mode)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = _FrameGraph(
-                self._session, self._tables, self._sizes, self._library, batch, window.max_drafts, mode
-            )
+        self.prepare(len(rows), window, mode)
+        graph = self._graphs[len(rows), window.max_drafts, mode]
         graph.launch(talker_hidden, code0, rows)
         started = time.perf_counter()
         self._session.device.synchronize()

@@ -24,6 +24,7 @@ from .errors import ConfigError, CpSpecError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .runtime import Decoder, Runtime, open_runtime
 from .sampling import PhiloxNoise
+from .session import HeadSession
 from .tensorfile import RowTable, TensorFile
 from .trt_session import TensorRTDecoderSession
 
@@ -54,6 +55,7 @@ class CodePredictor:
         tables: PredictorTables,
         code0_embedding: RowTable,
         *,
+        head_session: HeadSession | None = None,
         device_frames: DeviceFrames | None = None,
     ) -> None:
         self.spec = spec
@@ -62,6 +64,7 @@ class CodePredictor:
         self._session = session
         self._tables = tables
         self._code0_embedding = code0_embedding
+        self._head_session = head_session
         self._device_frames = device_frames
         self._warned: set[str] = set()
 
@@ -107,18 +110,29 @@ class CodePredictor:
         session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
         tables = PredictorTables.from_dir(folder, spec)
         frames = _open_device_frames(session, folder, talker_dir, spec)
-        return cls(spec, session, tables, embedding, device_frames=frames)
+        return cls(spec, session, tables, embedding, head_session=runtime.heads(folder), device_frames=frames)
 
     @property
     def run_seconds(self) -> float:
         """Seconds spent in the engine so far; for frames on the device, waiting for them."""
-        frames = self._device_frames
-        return self._session.run_seconds + (frames.wait_seconds if frames is not None else 0.0)
+        heads, frames = self._head_session, self._device_frames
+        waited = frames.wait_seconds if frames is not None else 0.0
+        return self._session.run_seconds + (heads.run_seconds if heads is not None else 0.0) + waited
 
     @property
     def frame_on_device(self) -> bool:
         """Whether a frame is one launch on the GPU, and not a loop of the host."""
         return self._device_frames is not None
+
+    def _prepare_device(self, batch: int, window: Window, mode: Mode) -> None:
+        """Capture the frame on the device; where that cannot be, let the host drive from now on, and say so."""
+        if self._device_frames is None:
+            return
+        try:
+            self._device_frames.prepare(batch, window, mode)
+        except EngineError as error:
+            logger.warning("the rounds of a frame are driven by the host, one wait each: %s", error)
+            self.drive_from_host()
 
     def drive_from_host(self) -> None:
         """Let the host run the rounds from now on, with numpy's sampling: to compare, or to find a fault."""
@@ -204,6 +218,7 @@ class CodePredictor:
             )
         ]
         window, checked = self.window(verify_size), checked_mode(mode)
+        self._prepare_device(batch, window, checked)
         try:
             if self._device_frames is not None:
                 return self._device_frames.decode(hidden, first.astype(np.int32), draws, window=window, mode=checked)
@@ -245,13 +260,18 @@ class CodePredictor:
     def draft_logits(self, hidden: NDArray[np.floating], depth: int, count: int) -> Float32:
         """Apply the heads of the next depths to one state (see :class:`~trt_cpspec.frame.FrameModel`)."""
         heads = self._tables.heads[depth - 1 : depth - 1 + count]
-        logits: Float32 = heads.reshape(-1, heads.shape[-1]) @ hidden
-        return logits.reshape(count, -1)
+        return self._apply_heads(heads.reshape(-1, heads.shape[-1]), hidden).reshape(count, -1)
 
     def target_logits(self, hidden: NDArray[np.floating], depth: int) -> Float32:
         """Apply each depth's own head to its row (see :class:`~trt_cpspec.frame.FrameModel`)."""
         # Row by row: a product of one row does not depend on how many rows the pass had.
-        return np.stack([self._tables.heads[depth - 1 + i] @ row for i, row in enumerate(hidden)])
+        return np.stack([self._apply_heads(self._tables.heads[depth - 1 + i], row) for i, row in enumerate(hidden)])
+
+    def _apply_heads(self, heads: Float32, hidden: NDArray[np.floating]) -> Float32:
+        if self._head_session is not None:
+            return self._head_session.apply(heads, hidden)
+        logits: Float32 = heads @ hidden
+        return logits
 
     def _check_inputs(self, hidden: Float32, code0: NDArray[np.integer]) -> None:
         width, limit = self.spec.talker_hidden_size, self.spec.limits.max_batch_size

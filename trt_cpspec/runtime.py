@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .config import DecoderSpec, Section
 from .cuda import Device
 from .errors import ConfigError, CpSpecError, EngineError
-from .session import DecoderSession, Float32, GraphSession
+from .session import DecoderSession, Float32, GraphSession, HeadSession
 from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 GRAPH_FILE = "model.onnx"
+HEADS_FILE = "heads.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
 BUILD_HINT = "build one with cpspec-build --backend tensorrt (or tensorrt_rtx)"
@@ -88,6 +89,11 @@ class Runtime:
         plan = self._plan(folder, DECODER_PLAN)
         return TensorRTDecoderSession(plan, self.cuda, spec, capacity=capacity, keep_buffers=keep_buffers)
 
+    def heads(self, folder: Path) -> HeadSession | None:
+        """Open the graph that applies a CodePredictor's heads; None where numpy does: on a GPU host, or without it."""
+        path = folder / HEADS_FILE
+        return HeadSession(path, threads=self.threads) if self.cuda is None and path.is_file() else None
+
     def graph(self, folder: Path) -> StaticGraph:
         """Open the codec's graph."""
         if self.cuda is None:
@@ -128,7 +134,7 @@ class PlanRecord:
         return cls(
             flavour=engine.text("flavour"),
             tensorrt_version=engine.text("tensorrt_version"),
-            compute_capabilities=tuple(str(item) for item in engine.values.get("compute_capabilities") or ()),
+            compute_capabilities=tuple(str(item) for item in engine.list("compute_capabilities")),
             sha256=engine.section("plan").text("sha256"),
         )
 
@@ -174,7 +180,7 @@ def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = 
         return Runtime(cuda=Device(), threads=threads)
     without = [str(f) for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
     if device == "auto" and without and len(without) < len(folders):
-        logger.warning("only some folders have plans, %s has none; running on the CPU", ", ".join(without))
+        logger.warning("only some folders have plans, without one: %s; running on the CPU", ", ".join(without))
     if device == "auto" and not without:
         try:
             runtime = Runtime(cuda=Device(), threads=threads)

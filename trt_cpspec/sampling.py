@@ -159,7 +159,7 @@ def law(logits: Logits, params: SamplingParams) -> Law:
     weights = np.exp((logits[kept].astype(np.float64) - float(largest)) / params.temperature)
     weights /= weights.sum()
     if params.top_p < 1:
-        nucleus = _nucleus(weights, params.top_p)
+        nucleus = _nucleus(weights, logits[kept], params.top_p)
         kept, weights = kept[nucleus], weights[nucleus] / weights[nucleus].sum()
     out[kept] = weights
     return out
@@ -176,10 +176,11 @@ def _largest(logits: Logits, top_k: int) -> NDArray[np.intp]:
     return np.flatnonzero(above)
 
 
-def _nucleus(weights: Law, top_p: float) -> NDArray[np.intp]:
+def _nucleus(weights: Law, logits: Logits, top_p: float) -> NDArray[np.intp]:
     """Return which entries stay: from the smallest up, one goes while the sum with it is at most ``1 - top_p``."""
-    # A stable sort of the reversed row puts the higher index first among equals, so the lower one is kept.
-    ascending = len(weights) - 1 - np.argsort(weights[::-1], kind="stable")
+    # In the order of the logits, not of the weights: float64 gives logits 1e-16 apart one weight. A stable sort of the
+    # reversed row puts the higher index first among equals, so the lower one is kept.
+    ascending = len(logits) - 1 - np.argsort(logits[::-1], kind="stable")
     stays = np.cumsum(weights[ascending]) > 1 - top_p
     stays[-1] = True
     return np.sort(ascending[stays])

@@ -72,6 +72,40 @@ class GraphSession:
         return dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
 
 
+class HeadSession:
+    """Applies heads to a hidden state, in ONNX Runtime's own thread pool.
+
+    Parameters
+    ----------
+    path : Path
+        ``heads.onnx``.
+    threads : int or None
+
+    Attributes
+    ----------
+    run_seconds : float
+        Time spent inside ONNX Runtime so far.
+    """
+
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        self._session = open_graph(path, threads=threads)
+        self._io = self._session.io_binding()
+        self.run_seconds = 0.0
+
+    def apply(self, heads: Float32, hidden: Float32) -> Float32:
+        """Multiply ``[n, C]`` by ``[C]``, without a copy of either; return ``[n]``."""
+        logits = np.empty((1, len(heads)), np.float32)
+        hidden = np.ascontiguousarray(hidden[None], np.float32)
+        _bind(self._io.bind_input, "hidden", hidden)
+        _bind(self._io.bind_input, "heads", heads)
+        _bind(self._io.bind_output, "logits", logits)
+        started = time.perf_counter()
+        self._session.run_with_iobinding(self._io)
+        self.run_seconds += time.perf_counter() - started
+        row: Float32 = logits[0]
+        return row
+
+
 def bucket_for(slots: int, capacity: int) -> int:
     """Return the smallest cache extent in use that holds ``slots``: 64, 96, 128, 192, 256, ... up to ``capacity``."""
     size = MIN_BUCKET

@@ -77,6 +77,7 @@ class Plan:
                 f"{path} cannot be used by {binding.__name__} {binding.__version__}: "
                 f"{self.said()}; build it again on this machine with cpspec-build --engineDir {path.parent}"
             )
+        self.errors.clear()
         self.names = [self.engine.get_tensor_name(index) for index in range(self.engine.num_io_tensors)]
 
     def said(self) -> str:
@@ -86,7 +87,9 @@ class Plan:
     def require(self, done: Any, what: str) -> None:
         """Raise an EngineError that repeats TensorRT's words when a call of it was not done."""
         if not done:
-            raise EngineError(f"{self.path}: {what} failed: {self.said()}")
+            said = self.said()
+            self.errors.clear()
+            raise EngineError(f"{self.path}: {what} failed: {said}")
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Return the numpy type of a tensor."""
@@ -179,18 +182,18 @@ class DecoderBuffers:
         self._plan.require(done, f"a pass of {self.batch} x {length} positions")
 
     def _context(self, length: int) -> Any:
-        profile = GENERATION_PROFILE
-        if not _admits(
-            self._plan.range("inputs_embeds", GENERATION_PROFILE), (self.batch, length, self._spec.hidden_size)
-        ):
-            profile = CONTEXT_PROFILE
-        context = _new_context(self._plan, self._activations)
-        done = context.set_optimization_profile_async(profile, self._device.stream)
-        self._plan.require(done, f"selecting profile {profile}")
         shapes = {
             "inputs_embeds": (self.batch, length, self._spec.hidden_size),
             "positions": (self.batch, length),
         } | {f"past_{name}": array.shape for name, array in self.cache.items()}
+        narrow = any(
+            not _admits(self._plan.range(name, GENERATION_PROFILE), shapes[name])
+            for name in ("inputs_embeds", "positions")
+        )
+        profile = CONTEXT_PROFILE if narrow else GENERATION_PROFILE
+        context = _new_context(self._plan, self._activations)
+        done = context.set_optimization_profile_async(profile, self._device.stream)
+        self._plan.require(done, f"selecting profile {profile}")
         for name, shape in shapes.items():
             if not _admits(self._plan.range(name, profile), shape):
                 limits = self._plan.range(name, profile)
@@ -472,6 +475,7 @@ def _new_context(plan: Plan, activations: DeviceArray) -> Any:
         else (lambda: plan.engine.create_execution_context(strategy.USER_MANAGED))
     )
     context = make()
+    plan.require(context is not None, "creating an execution context")
     if hasattr(context, "set_device_memory"):
         context.set_device_memory(activations.address, activations.nbytes)
     else:
