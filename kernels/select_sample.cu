@@ -4,7 +4,7 @@
 //          out: codes [B, W] i32, laws [B, W, V] f32 (or null), errors [B] i32.
 //          Entry w of row b belongs to depth last[b] + 1 + w; above `deepest` there is nothing to do.
 // Launch   grid (W, B), block THREADS: a power of two in [32, 512], the one that is at least V / 4, or 512.
-// Limits   V <= 4096; cost does not depend on top_k or top_p.
+// Limits   V <= 4096; the cost is bounded, and about the same, for every top_k and top_p.
 // Errors   A NaN, a +inf or a row without a finite value: errors[b] becomes the smallest such depth (set it to
 //          0x7F7F7F7F before the frame), the code is 0 and the law one-hot, so that whatever follows stays in bounds.
 //

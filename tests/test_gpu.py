@@ -178,6 +178,7 @@ def test_the_device_decodes_what_the_host_does(model: Model, verify_size: int, m
             model.tts.predictor.decode_frame(hidden, code0, **options),
             model.host.decode_frame(hidden, code0, **options),
         )
+        np.testing.assert_array_equal(here.embedded, model.host.embed_frame(here.codes))
         for row in range(batch):
             frames += 1
             same += np.array_equal(here.codes[row], there.codes[row]) and here.rounds[row] == there.rounds[row]

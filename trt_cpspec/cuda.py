@@ -59,7 +59,7 @@ class Device:
             self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
             self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
         )
-        self.name = self.call("cuDeviceGetName", 128, device).decode().rstrip("\0")
+        self.name = self.call("cuDeviceGetName", 128, device).split(b"\0")[0].decode().strip()
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = int(self.call("cuStreamCreate", flags))
 

@@ -214,6 +214,7 @@ class _FrameGraph:
                 "history": ((batch, groups, 3), np.int32),
                 "rounds": ((batch,), np.int32),
                 "errors": ((batch,), np.int32),
+                "embedded": ((batch, sizes.talker_hidden_size), np.float32),
             },
         )
         self._last = self._device.zeros((batch,), np.int32)
@@ -245,15 +246,17 @@ class _FrameGraph:
         counts = self._state.host["rounds"].tolist()
         history = self._state.host["history"].tolist()
         rounds = [[Round(*entry) for entry in entries[:count]] for entries, count in zip(history, counts, strict=True)]
-        return FrameResult(codes=self._state.host["codes"].copy(), rounds=rounds, window=window)
+        host = self._state.host
+        return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
 
     def _captured(self) -> Graph:
         # What happens on a first run (TensorRT's set-up, the loading of a kernel) cannot be captured.
         self._begin()
         self._verify()
+        self._end()
         self._library.load("repeat_round")
         self._device.synchronize()
-        return self._device.capture_loop(self._begin, self._round, self._state.download)
+        return self._device.capture_loop(self._begin, self._round, self._end)
 
     def _begin(self) -> None:
         """Prefill, the first code, and the first drafts."""
@@ -319,6 +322,19 @@ class _FrameGraph:
         self._select(self._picks, self._target_laws, Use.TARGET, width=self._width, deepest=self._groups - 1)
         self._accept(drafts=self._drafts, record=True)
         self._draft(buffers.hidden.address, rows_of_hidden=self._width)
+
+    def _end(self) -> None:
+        """Sum the frame's embeddings, and bring everything back."""
+        self._run(
+            self._calls.sum_embeddings(
+                talker_table=self._tables.talker_embedding.address,
+                tables=self._tables.embeddings.address,
+                codes=self._state.address["codes"],
+                sums=self._state.address["embedded"],
+                rows=self._batch,
+            )
+        )
+        self._state.download()
 
     def _draft(self, hidden: int, *, rows_of_hidden: int) -> None:
         if self._drafts == 0:

@@ -79,11 +79,14 @@ class FrameResult:
         The rounds of each row; the prefill is none.
     window : Window
         The verification window in force.
+    embedded : ndarray, shape [B, Ht], float32, or None
+        The sum of each frame's embedded codes, where the GPU made it (see ``CodePredictor.embed_frame``).
     """
 
     codes: Codes
     rounds: list[list[Round]]
     window: Window
+    embedded: NDArray[np.float32] | None = None
 
 
 def decode_frame(

@@ -331,14 +331,14 @@ class Qwen3TTS:
         while live := self._sample_first_codes(live, hidden):
             kept = np.array([row.place for row in live])
             hidden = hidden[kept]
-            live, codes = self._decode_frame(live, hidden, window, mode)
+            live, embedded = self._decode_frame(live, hidden, window, mode)
             if not live:
                 return
             started = time.perf_counter()
             kept = kept[[row.place for row in live]]
             if len(kept) < len(self.talker):
                 self.talker.keep_rows(kept)
-            hidden = self.talker.step(self._next_inputs(live, codes))
+            hidden = self.talker.step(embedded + self._trailing(live))
             self.times.timed("talker_generation", started)
             progress(len(live))
 
@@ -357,8 +357,8 @@ class Qwen3TTS:
 
     def _decode_frame(
         self, live: list[_Row], hidden: Float32, window: Window, mode: Mode
-    ) -> tuple[list[_Row], NDArray[np.int32]]:
-        """Decode the residual codes of each row; return the rows that go on and their codes.
+    ) -> tuple[list[_Row], Float32]:
+        """Decode the residual codes of each row; return the rows that go on and their embedded frames ``[B, H]``.
 
         A row whose logits fail is dropped and the frame decoded again: random numbers are a pure function of their
         address, so the others get the codes they would have got.
@@ -385,13 +385,12 @@ class Qwen3TTS:
             for row, codes, rounds in zip(live, result.codes, result.rounds, strict=True):
                 row.frames.append(codes)
                 row.stats.add_frame(rounds)
-            return live, result.codes
-        return [], np.zeros((0, self.talker.spec.num_code_groups), np.int32)
+            return live, result.embedded if result.embedded is not None else self.predictor.embed_frame(result.codes)
+        return [], np.zeros((0, self.talker.spec.decoder.hidden_size), np.float32)
 
-    def _next_inputs(self, live: Sequence[_Row], codes: NDArray[np.int32]) -> Float32:
-        """Return the Talker's next inputs ``[B, H]``: the embedded frame and the text that trails."""
-        ids = np.array([row.trailing_id(self.talker.spec) for row in live])
-        return self.predictor.embed_frame(codes) + self.talker.embed_text(ids)
+    def _trailing(self, live: Sequence[_Row]) -> Float32:
+        """Return the text side of the Talker's next inputs, ``[B, H]``."""
+        return self.talker.embed_text(np.array([row.trailing_id(self.talker.spec) for row in live]))
 
     def _finished(self, row: _Row) -> Speech | CpSpecError:
         if row.error is not None:

@@ -66,6 +66,7 @@ class CodePredictor:
         self._code0_embedding = code0_embedding
         self._head_session = head_session
         self._device_frames = device_frames
+        self._windows: dict[int, Window] = {}
         self._warned: set[str] = set()
 
     @classmethod
@@ -152,12 +153,14 @@ class CodePredictor:
         ConfigError
             ``verify_size`` is neither 0 nor 2 to 8.
         """
-        window = resolve_window(
-            verify_size,
-            codebook_size=self.codebook_size,
-            residual_depths=self.num_code_groups - 1,
-            max_verify_size=self.max_verify_size,
-        )
+        window = self._windows.get(verify_size)
+        if window is None:
+            window = self._windows[verify_size] = resolve_window(
+                verify_size,
+                codebook_size=self.codebook_size,
+                residual_depths=self.num_code_groups - 1,
+                max_verify_size=self.max_verify_size,
+            )
         if window.reason and window.reason not in self._warned:
             self._warned.add(window.reason)
             logger.warning("CodePredictor speculation is off: %s; decoding autoregressively", window.reason)

@@ -250,6 +250,9 @@ class TensorRTDecoderSession:
             | {f"{time}_{name}" for name in _cache_names(spec) for time in ("past", "present")}
         )
         self.plan, self.device = plan, device
+        self._max_positions = min(
+            plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions")
+        )
         self._spec, self._max_slots, self._use_graphs = spec, capacity + SCRATCH_SLOTS, use_graphs
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._buffers: DecoderBuffers | None = None
@@ -278,7 +281,7 @@ class TensorRTDecoderSession:
 
     def max_positions(self) -> int | None:
         """Return how many positions a generation pass takes for each row: the least over all token-aligned inputs."""
-        return min(self.plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions"))
+        return self._max_positions
 
     def start(self, batch: int, positions: int) -> None:
         """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`)."""
