@@ -330,7 +330,7 @@ def test_auto_takes_the_cpu_where_a_plan_is_missing_and_names_the_folders(
     assert len(caplog.messages) == (kept > 0)  # a folder of graphs alone is no surprise
     if kept:
         names = ", ".join(str(folder) for folder in folders[kept:])
-        assert caplog.messages[0].startswith(f"only some folders have plans, {names} ")
+        assert caplog.messages[0].startswith(f"only some folders have plans, without one: {names}")
         assert caplog.messages[0].endswith("; running on the CPU")
     caplog.clear()
     assert open_runtime("cpu", folders) == Runtime()

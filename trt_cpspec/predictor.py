@@ -17,6 +17,7 @@ from .config import (
     Section,
     Window,
     checked_mode,
+    checked_verify_size,
     resolve_window,
 )
 from .device_frame import DeviceFrames, DeviceTables
@@ -153,7 +154,7 @@ class CodePredictor:
         ConfigError
             ``verify_size`` is neither 0 nor 2 to 8.
         """
-        window = self._windows.get(verify_size)
+        window = self._windows.get(checked_verify_size(verify_size))
         if window is None:
             window = self._windows[verify_size] = resolve_window(
                 verify_size,
