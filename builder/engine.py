@@ -318,14 +318,16 @@ def build_plan(
     found = _add_profiles(trt, builder, network, config, profiles)
     cache = _set_timing_cache(config, options.timing_cache)
     content = None
-    for constraints in _constraints_for(trt, graph):
+    for constraints, level in _attempts(trt, config, graph, options):
         log.lines.clear()
         _set_types(trt, network, config, graph, constraints)
+        if level is not None:
+            config.builder_optimization_level = level
         content = _serialize(trt, builder, network, config, report)
         if content is not None:
-            record["constraints"] = constraints
+            record |= {"constraints": constraints, "relaxed_optimization_level": level}
             break
-        logger.info("no engine with the type constraints %r%s", constraints, _quoted(log))
+        logger.warning("TensorRT builds nothing with the type constraints %r%s", constraints, _quoted(log))
     if content is None:
         raise EngineError(f"{title_of(trt)} cannot build the engine{_quoted(log)}")
     del parser  # the network refers to its weights until here
@@ -532,8 +534,18 @@ some fused regions under the first.
 """
 
 
-def _constraints_for(trt: Any, graph: OnnxGraph) -> tuple[str, ...]:
-    return ("typed",) if strongly_typed(trt) or graph.precision == "fp32" else _CONSTRAINTS
+def _attempts(trt: Any, config: Any, graph: OnnxGraph, options: EngineOptions) -> list[tuple[str, int | None]]:
+    """Return the constraints, and optimisation levels other than the option's, to try in turn.
+
+    TensorRT 8.6.0 on an H200 builds no decoder above level 0 whose FP32 parts are held to FP32 without TF32, FP32
+    graphs of the released size included: its fuser finds no fallback kernel there.
+    """
+    if strongly_typed(trt):
+        return [("typed", None)]
+    strict = "typed" if graph.precision == "fp32" else _CONSTRAINTS[0]
+    if options.optimization_level is not None or not hasattr(config, "builder_optimization_level"):
+        return [(strict, None), *((name, None) for name in _CONSTRAINTS[1:] if strict != "typed")]
+    return [(strict, None), (strict, 0), *((name, 0) for name in _CONSTRAINTS[1:] if strict != "typed")]
 
 
 def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph, constraints: str) -> None:

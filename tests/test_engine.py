@@ -431,28 +431,45 @@ def test_without_strong_types_every_layer_is_constrained(trt86: Any, tmp_path: P
     assert ("building (this version tells no progress)", None) in seen
 
 
-@pytest.mark.parametrize("refused", [1, 2])
+@pytest.mark.parametrize("refused", [1, 2, 3])
 def test_constraints_are_relaxed_step_by_step(
     trt86: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """TensorRT 8.6 finds no implementation of some fused regions whose every layer is held to its type."""
-    asked: list[set[str]] = []
+    asked: list[tuple[set[str], int]] = []
 
     def build(self: Any, network: Any, config: Any) -> bytes | None:
-        asked.append(set(config.flags))
+        asked.append((set(config.flags), config.builder_optimization_level))
         return b"plan" if len(asked) > refused else None
 
     monkeypatch.setattr(FakeBuilder, "build_serialized_network", build)
     plan = build_plan(trt86, write_mixed(tmp_path), MIXED_PROFILE, EngineOptions())
-    assert plan.record["constraints"] == ("obey", "prefer", "islands")[refused]
-    assert asked == [{"FP16", "OBEY_PRECISION_CONSTRAINTS"}, *[{"FP16", "PREFER_PRECISION_CONSTRAINTS"}] * refused]
+    assert (plan.record["constraints"], plan.record["relaxed_optimization_level"]) == (
+        ("obey", "prefer", "islands")[refused - 1], 0,
+    )  # fmt: skip
+    obey, prefer = {"FP16", "OBEY_PRECISION_CONSTRAINTS"}, {"FP16", "PREFER_PRECISION_CONSTRAINTS"}
+    assert asked == [(obey, 3), (obey, 0), (prefer, 0), (prefer, 0)][: refused + 1]
     found: dict[str, set[str | None]] = {}
     for layer in FakeBuilder.last.network.layers:
         found.setdefault(layer.type.name, set()).add(None if layer.precision is None else layer.precision.name)
     # The FP32 arithmetic keeps its type to the last; what only moves values, and the FP16 products, are let go.
     assert [found[kind] for kind in ("ELEMENTWISE", "REDUCE", "UNARY", "SOFTMAX")] == [{"FLOAT"}] * 4
-    assert found["SHUFFLE"] == ({"FLOAT"} if refused == 1 else {None})
-    assert found["MATRIX_MULTIPLY"] == ({"HALF", "FLOAT"} if refused == 1 else {None, "FLOAT"})
+    assert found["SHUFFLE"] == ({None} if refused == 3 else {"FLOAT"})
+    assert found["MATRIX_MULTIPLY"] == ({None, "FLOAT"} if refused == 3 else {"HALF", "FLOAT"})
+
+
+def test_a_named_level_is_kept_while_constraints_are_relaxed(
+    trt86: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(
+        FakeBuilder,
+        "build_serialized_network",
+        lambda self, network, config: levels.append(config.builder_optimization_level),
+    )
+    with pytest.raises(EngineError, match="cannot build the engine"):
+        build_plan(trt86, write_mixed(tmp_path), MIXED_PROFILE, EngineOptions(optimization_level=2))
+    assert levels == [2, 2, 2]
 
 
 def test_an_fp32_graph_needs_no_constraints(trt86: Any, tmp_path: Path) -> None:

@@ -93,6 +93,11 @@ def model(request: pytest.FixtureRequest, plans: Callable[[str, str], Path]) -> 
     return Model(variant, precision, plans(variant, precision))
 
 
+@pytest.fixture(scope="session", params=["tts_a", "tts_b"])
+def fp32_model(request: pytest.FixtureRequest, plans: Callable[[str, str], Path]) -> Model:
+    return Model(request.param, "fp32", plans(request.param, "fp32"))
+
+
 GREEDY = {"talker_temperature": 0.0, "subtalker_temperature": 0.0}
 
 
@@ -104,9 +109,8 @@ def test_a_frame_is_one_launch(model: Model) -> None:
 @pytest.mark.parametrize(
     ("verify_size", "mode"), [(0, "rejection"), (3, "rejection"), (8, "rejection"), (8, "coupled")]
 )
-def test_greedy_codes_are_the_reference_s(model: Model, verify_size: int, mode: str) -> None:
-    if model.precision != "fp32":
-        pytest.skip("FP16 rounds: see the test of its hidden states")
+def test_greedy_codes_are_the_reference_s(fp32_model: Model, verify_size: int, mode: str) -> None:
+    model = fp32_model
     for prompt in model.golden["prompts"]:
         speech = model.speak(prompt, verify_size=verify_size, mode=mode, **GREEDY)
         wave = model.arrays[f"{prompt['id']}.wav"]
@@ -244,9 +248,8 @@ def test_a_nan_names_its_row_and_depth_and_goes_away(model: Model) -> None:
     np.testing.assert_array_equal(predictor.decode_frame(hidden, [5, 6], seeds=2).codes, before.codes)
 
 
-def test_a_batch_of_texts_equals_each_alone(model: Model) -> None:
-    if model.precision != "fp32":
-        pytest.skip("one precision is enough: nothing here depends on it")
+def test_a_batch_of_texts_equals_each_alone(fp32_model: Model) -> None:
+    model = fp32_model
     texts = ["Hello there.", "Hi", "This one is a longer text."]
     options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_audio_length": 12}
     together = model.tts.synthesize(texts, **options)
