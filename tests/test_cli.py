@@ -424,6 +424,9 @@ def test_output_and_profile_files(engines: Path, work: Path) -> None:
     assert document["input_file"] == ""
     frames = document["responses"][0]["cp_spec"]["frames"]
     stages = {stage["stage_id"]: stage for stage in profile["stages"]}
+    assert profile["talker"]["total_audio_outputs"] == 1
+    assert profile["talker"]["total_audio_codes"] == frames
+    assert profile["real_time_factor"] > 0
     assert {name: stage["total_runs"] for name, stage in stages.items()} == {
         "talker_prefill": 1, "talker_generation": frames, "codepredictor_generation": frames, "code2wav": 1,
     }  # fmt: skip

@@ -285,7 +285,23 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
                 if response["output_text"] == outputs.FAILED:
                     logger.error("requests[%d] failed: %s", index, response["error"])
             update(len(batch), f"{frames} frames")
-    return responses, model.times.as_profile()
+    return responses, _profile(model.times.as_profile(), responses)
+
+
+def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add the totals of a run to the times of its stages. ``real_time_factor`` above 1 is faster than real time."""
+    spoken = [response for response in responses if response["output_text"] != outputs.FAILED]
+    total = {stage["stage_id"]: stage["total_time_ms"] for stage in profile["stages"]}
+    spent_ms = sum(total.values())
+    return {
+        "talker": {
+            "total_runs": sum(s["total_runs"] for s in profile["stages"] if s["stage_id"].startswith("talker")),
+            "total_audio_outputs": len(spoken),
+            "total_audio_codes": sum(response["cp_spec"]["frames"] for response in spoken),
+        },
+        "real_time_factor": sum(r["audio_duration_ms"] for r in spoken) / spent_ms if spent_ms else None,
+        **profile,
+    }
 
 
 @click.command("inspect")
