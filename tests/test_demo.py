@@ -188,6 +188,6 @@ def test_make_demo_without_a_text_leaves_the_default(tmp_path: Path) -> None:
 
 
 def test_make_demo_shows_no_text_to_the_shell() -> None:
-    result = run("make", "--dry-run", "demo", "TEXT=Say this one.", cwd=ROOT)
+    result = run("make", "--dry-run", "--no-print-directory", "demo", "TEXT=Say this one.", cwd=ROOT)
     assert result.returncode == 0
     assert result.stdout.strip().endswith('/cpspec demo --text "$TEXT"')
