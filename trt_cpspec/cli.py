@@ -52,6 +52,12 @@ def reports_errors(function: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
+class RunError(UserError):
+    """Something failed when speaking had begun."""
+
+    exit_code = EXIT_FAILED_REQUEST
+
+
 def refused(name: str, sentence: str) -> Callable[[F], F]:
     """Declare an option that is known and not supported yet; the help does not show it."""
 
@@ -209,15 +215,17 @@ def tts(**options: Any) -> None:
     set_up_logging(options["debug"])
     requests = _read_requests(options)
     outputs.check_folder(options["audio_dir"])
-    for name in ("output_file", "profile_file"):
-        if options[name] is not None:
-            outputs.check_file(options[name])
+    _check_files(options)
     responses, profile = _speak(requests, options)
     document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
-    if options["output_file"] is not None:
-        outputs.write_json(options["output_file"], document)
-    if options["profile_file"] is not None:
-        outputs.write_json(options["profile_file"], profile)
+    try:
+        if options["output_file"] is not None:
+            outputs.write_json(options["output_file"], document)
+        if options["profile_file"] is not None:
+            outputs.write_json(options["profile_file"], profile)
+    except (CpSpecError, OSError) as error:
+        print_json(document)  # what was spoken must not be lost with the file
+        raise RunError(str(error)) from error
     printed = document if options["output_file"] is None or options["dump_output"] else {}
     if options["dump_profile"]:
         printed = printed | {"profile": profile}
@@ -225,6 +233,18 @@ def tts(**options: Any) -> None:
         print_json(printed)
     if any(response["output_text"] == outputs.FAILED for response in responses):
         raise SystemExit(EXIT_FAILED_REQUEST)
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    """Refuse files that cannot be written, and one path for two of them."""
+    named = {name: options[name] for name in ("input_file", "output_file", "profile_file") if options[name] is not None}
+    for name in ("output_file", "profile_file"):
+        if name not in named:
+            continue
+        outputs.check_file(named[name])
+        for other, path in named.items():
+            if other != name and path.resolve() == named[name].resolve():
+                raise ConfigError(f"{path} is named twice: input, output and profile must be files of their own")
 
 
 def _read_requests(options: dict[str, Any]) -> RequestFile:

@@ -135,6 +135,9 @@ def write_response(
         **outcome,
         "speaker": prepared.speaker,
         "language": prepared.language,
+        "instruct": prepared.instruct,
+        "non_streaming_mode": prepared.non_streaming_mode,
+        "max_audio_length": prepared.max_frames,
         "sampling": prepared.sampling.as_dict(),
         "warnings": list(prepared.warnings),
     }

@@ -23,7 +23,7 @@ from .config import (
     checked_mode,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError, NumericsError, did_you_mean
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
 from .frame import CpSpecStats
 from .predictor import CodePredictor
 from .requests import Request
@@ -106,6 +106,8 @@ class PreparedRequest:
     prompt: Prompt
     sampling: ResolvedSampling
     max_frames: int
+    instruct: str | None
+    non_streaming_mode: bool
     speaker: str | None
     language: str
     warnings: tuple[str, ...]
@@ -280,18 +282,22 @@ class Qwen3TTS:
         self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
         if request.instruct is not None:
             self.tokenizer.check_text(request.instruct, "instruct")
+        instruct_ids = self._instruct_ids(request.instruct, warnings)
+        layout = request.non_streaming_mode if request.non_streaming_mode is not None else True
         prompt = assemble_prompt(
             spec,
             self.tokenizer.assistant_ids(request.text),
-            instruct_ids=self._instruct_ids(request.instruct, warnings),
+            instruct_ids=instruct_ids,
             speaker=speaker,
             language=language,
-            non_streaming_mode=request.non_streaming_mode if request.non_streaming_mode is not None else True,
+            non_streaming_mode=layout,
         )
         return PreparedRequest(
             prompt=prompt,
             sampling=_resolve_sampling(spec, request, default_seed),
             max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            instruct=request.instruct if instruct_ids else None,
+            non_streaming_mode=layout,
             speaker=speaker,
             language=language,
             warnings=tuple(warnings),
@@ -319,7 +325,12 @@ class Qwen3TTS:
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
-        self._generate(rows, window, mode, progress or (lambda frames: None))
+        try:
+            self._generate(rows, window, mode, progress or (lambda frames: None))
+        except EngineError as error:  # nothing can be said of the rows that were still being spoken
+            for row in rows:
+                if row.finish_reason is None and row.error is None:
+                    row.error = error
         return [self._finished(row) for row in rows]
 
     def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode, progress: FrameProgress) -> None:

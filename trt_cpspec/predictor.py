@@ -228,7 +228,7 @@ class CodePredictor:
                 return self._device_frames.decode(hidden, first.astype(np.int32), draws, window=window, mode=checked)
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
             return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
-        except NumericsError:
+        except (NumericsError, EngineError):
             self._session.clear()
             raise
 

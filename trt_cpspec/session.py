@@ -53,6 +53,14 @@ def open_graph(path: Path, *, threads: int | None = None) -> Any:
         raise EngineError(f"{path} cannot be loaded by ONNX Runtime {ort.__version__}: {error}{hint}") from error
 
 
+def _reported(run: Any, *arguments: Any) -> Any:
+    """Call ONNX Runtime; what it raises (no memory, an input it cannot take) is an EngineError."""
+    try:
+        return run(*arguments)
+    except Exception as error:  # its many types share no base of their own
+        raise EngineError(f"ONNX Runtime {ort.__version__} failed: {error}") from error
+
+
 class GraphSession:
     """A graph without state.
 
@@ -69,7 +77,8 @@ class GraphSession:
 
     def run(self, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Run the graph once and return its outputs by name."""
-        return dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
+        values = _reported(self._session.run, self._outputs, feeds)
+        return dict(zip(self._outputs, values, strict=True))
 
 
 class HeadSession:
@@ -100,7 +109,7 @@ class HeadSession:
         _bind(self._io.bind_input, "heads", heads)
         _bind(self._io.bind_output, "logits", logits)
         started = time.perf_counter()
-        self._session.run_with_iobinding(self._io)
+        _reported(self._session.run_with_iobinding, self._io)
         self.run_seconds += time.perf_counter() - started
         row: Float32 = logits[0]
         return row
@@ -199,7 +208,7 @@ class DecoderSession:
         np.copyto(binding.embeds, embeds)
         np.copyto(binding.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
         started = time.perf_counter()
-        self._session.run_with_iobinding(binding.io)
+        _reported(self._session.run_with_iobinding, binding.io)
         self.run_seconds += time.perf_counter() - started
         return binding.hidden
 
