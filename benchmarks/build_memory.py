@@ -44,11 +44,12 @@ def main(size: str, dtype: str, precision: str, work_dir: Path | None) -> None:
         write_checkpoint(checkpoint, replace(spec_of(size, 0.75), dtype=dtype))
         largest = max(info_bytes(path) for path in checkpoint.rglob("*.safetensors"))
         command = [sys.executable, "-m", "trt_cpspec.builder.cli", "--checkpointDir", str(checkpoint)]
-        command += ["--engineDir", str(engines), "--precision", precision]
+        command += ["--engineDir", str(engines), "--precision", precision, "--backend", "onnxruntime"]
         started = time.perf_counter()
         subprocess.run(command, check=True)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         report = {
+            "backend": "onnxruntime",
             "checkpoint_bytes": sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors")),
             "largest_tensor_bytes": largest,
             "peak_resident_bytes": peak,

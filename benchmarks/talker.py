@@ -38,18 +38,14 @@ def main(**options: Any) -> None:
     """Time a Talker step."""
     spec = replace(spec_of(options["size"], 0.0), text_hidden=32, text_vocab=512, codec=SyntheticSpec.tiny().codec)
     with built(spec, ("talker",), BuildOptions()) as engines:
-        rows = [
-            measure(engines / "talker", positions, capacity, options)
-            for capacity in numbers(options["capacities"])
-            for positions in numbers(options["positions"])
-        ]
+        rows = measure(engines / "talker", options)
     report: dict[str, Any] = {"machine": machine(), "rows": rows}
     print(" ".join(f"{key}={value}" for key, value in report["machine"].items()), " ".join(sys.argv), sep="\n")
     print("capacity  positions  slots bound  ms/step  quartiles")
-    for row in rows:
-        counts = f"{row['capacity']:>8}  {row['positions']:>9}  {row['slots']:>11}"
-        low, high = row["ms_quartiles"]
-        print(f"{counts}  {row['ms_per_step']:7.2f}  {low:.2f} - {high:.2f}")
+    for entry in rows:
+        counts = f"{entry['capacity']:>8}  {entry['positions']:>9}  {entry['slots']:>11}"
+        low, high = entry["ms_quartiles"]
+        print(f"{counts}  {entry['ms_per_step']:7.2f}  {low:.2f} - {high:.2f}")
     if options["json_file"]:
         options["json_file"].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
@@ -58,24 +54,38 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def measure(folder: Path, positions: int, capacity: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Step sessions of every capacity in turn, so that a slow minute of the machine falls on all of them."""
     spec = TalkerSpec.from_section(Section.from_file(folder / "config.json")).decoder
-    session = DecoderSession(folder / "model.onnx", spec, capacity=capacity, threads=options["threads"])
-    rng, first = np.random.default_rng(0), positions - options["steps"]
-    session.start(1, positions)
-    session.forward(rng.standard_normal((1, first, spec.hidden_size), np.float32), np.arange(first)[None])
-    times = []
-    for position in range(first, positions):
-        embeds = rng.standard_normal((1, 1, spec.hidden_size), np.float32)
-        started = time.perf_counter()
-        session.forward(embeds, np.array([[position]]))
-        times.append(1000 * (time.perf_counter() - started))
-    quarters = statistics.quantiles(times[1:], n=4)
+    sessions = {
+        capacity: DecoderSession(folder / "model.onnx", spec, capacity=capacity, threads=options["threads"])
+        for capacity in numbers(options["capacities"])
+    }
+    rng, rows = np.random.default_rng(0), []
+    for positions in numbers(options["positions"]):
+        first = positions - options["steps"]
+        prompt = rng.standard_normal((1, first, spec.hidden_size), np.float32)
+        times: dict[int, list[float]] = {capacity: [] for capacity in sessions}
+        for session in sessions.values():
+            session.start(1, positions)
+            session.forward(prompt, np.arange(first)[None])
+        for position in range(first, positions):
+            embeds = rng.standard_normal((1, 1, spec.hidden_size), np.float32)
+            for capacity, session in sessions.items():
+                started = time.perf_counter()
+                session.forward(embeds, np.array([[position]]))
+                times[capacity].append(1000 * (time.perf_counter() - started))
+        rows += [row(capacity, positions, sessions[capacity].slots, times[capacity][1:]) for capacity in sessions]
+    return rows
+
+
+def row(capacity: int, positions: int, slots: int, times: list[float]) -> dict[str, Any]:
+    quarters = statistics.quantiles(times, n=4)
     return {
         "capacity": capacity,
         "positions": positions,
-        "slots": session.slots,
-        "ms_per_step": statistics.median(times[1:]),
+        "slots": slots,
+        "ms_per_step": statistics.median(times),
         "ms_quartiles": [quarters[0], quarters[2]],
     }
 

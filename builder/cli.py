@@ -159,7 +159,7 @@ def build(
             f"{engine_dir} does not exist, so there are no graphs in it: say with --checkpointDir or --onnxDir what to "
             f"build from"
         )
-    plan_backend = None if dry_run and backend_name is None else _chosen(backend_name)
+    plan_backend = _chosen(backend_name)
     with _reporting("plans") as report:
         outcomes = rebuild(onnx_dir, engine_dir, plan_backend, rebuild_options, report=report)
     for outcome in outcomes:

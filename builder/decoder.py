@@ -9,7 +9,7 @@ The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head
 three axes of the Talker's multimodal rotary embedding are equal, so it is the plain one), grouped-query attention,
 SwiGLU.
 
-Types (design decision 9): a strongly typed TensorRT network computes each node in the types written here. The residual
+Types: a strongly typed TensorRT network computes each node in the types written here. The residual
 stream, norms, rotary angles, softmax, ``silu(gate) * up`` and the ``down_proj`` product are FP32; the other products
 take their input in the weights' type and give it back in FP32 where ``narrow`` is set. Without it they widen their
 weights, which ONNX Runtime does once, when it loads the graph: a CPU has no FP16 product, and would convert at every

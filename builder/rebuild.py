@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,6 +217,7 @@ class _Job:
         # The folder's own config stays where only the plan is new; a component that is built anew gets the graph's.
         self.config = old if options.only_code_predictor or source == target else source_config
         self.record = sidecar.record_of(old)
+        self.engine = self._engine_options(options.engine)
         self.limits = _limits(self.kind, [source_config, old], options)
         _check_capacity(self.kind, source_config, self.limits, source)
         self.graph = OnnxGraph(source / GRAPH_FILE)
@@ -224,6 +225,12 @@ class _Job:
         self.profiles = profiles_for(self.kind, self.graph.inputs, self.limits)
         self.before = self._recorded_profiles() or self._profiles(1).profiles
         self.why_unchanged = "nothing to do"
+
+    def _engine_options(self, given: EngineOptions) -> EngineOptions:
+        """Return the options, for the recorded devices where none is named: a rebuild must not change the target."""
+        if given.compute_capabilities or self.record.get("flavour") != "tensorrt_rtx":
+            return given
+        return replace(given, compute_capabilities=tuple(self.record.get("compute_capabilities") or ()))
 
     def _profiles(self, verify_size: int) -> Profiles:
         limits = _replaced(self.limits, max_verify_size=verify_size)
@@ -264,7 +271,7 @@ class _Job:
     def _changed_build(self, backend: Backend | None) -> str | None:
         if backend is None or backend.binding is None:
             return None
-        wanted = expected_record(backend.binding, self.graph.precision, self.options.engine)
+        wanted = expected_record(backend.binding, self.graph.precision, self.engine)
         for key, value in wanted.items():
             if self.record.get(key) != value:
                 return f"{key} was {self.record.get(key)!r}, it is now {value!r}"
@@ -300,7 +307,7 @@ class _Job:
     def build(self, trt: Any, report: Report) -> None:
         """Build the plan, copy what goes with it, and install."""
         self._check_same_model()
-        plan = build_plan(trt, self.graph, self.profiles.profiles, self.options.engine, report=report)
+        plan = build_plan(trt, self.graph, self.profiles.profiles, self.engine, report=report)
         report("writing", None)
         self.target.mkdir(parents=True, exist_ok=True)
         if not self.options.only_code_predictor and self.source != self.target:

@@ -20,7 +20,7 @@ struct Request {
   u32 frame;
 };
 
-// What a random number is for (design decision 6).
+// What a random number is for (counters are frame, depth, use, code >> 2).
 enum Use { USE_TARGET = 0, USE_DRAFT = 1, USE_ACCEPT = 2, USE_RESIDUAL = 3 };
 
 // ---------------------------------------------------------------------------------------------------- warp intrinsics

@@ -28,7 +28,8 @@ from trt_cpspec.builder.tts import TtsBuild
 
 from trt_cpspec import outputs
 from trt_cpspec.cli import tts
-from trt_cpspec.errors import ConfigError
+from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.predictor import CodePredictor
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINT = GOLDEN / "tts_a" / "checkpoint"
@@ -40,7 +41,8 @@ CP_SPEC_KEYS = {
 }  # fmt: skip
 RESPONSE_KEYS = {
     "request_idx", "output_text", "messages", "audio_file", "audio_samples", "audio_sample_rate", "audio_duration_ms",
-    "rvq_file", "finish_reason", "speaker", "language", "sampling", "warnings", "cp_spec",
+    "rvq_file", "finish_reason", "speaker", "language", "instruct", "non_streaming_mode", "max_audio_length",
+    "sampling", "warnings", "cp_spec",
 }  # fmt: skip
 DEFAULTS = {
     "talker_temperature": 0.9, "talker_top_k": 50, "talker_top_p": 1.0, "repetition_penalty": 1.05,
@@ -496,10 +498,42 @@ def test_a_summary_that_cannot_be_written_is_an_error_and_no_bug(
     monkeypatch.setattr(outputs, "write_json", full)
     result = run(engines, *SAY, "--outputFile", "out.json")
     assert (result.exit_code, "No space left" in result.stderr, isinstance(result.exception, SystemExit)) == (
-        2,
+        1,
         True,
         True,
     )
+    assert json.loads(result.stdout)["responses"][0]["audio_samples"] > 0  # what was spoken is not lost
+
+
+@pytest.mark.parametrize("pair", [("--outputFile", "--profileOutputFile"), ("--inputFile", "--outputFile")])
+def test_one_path_for_two_files_is_refused(engines: Path, work: Path, pair: tuple[str, str]) -> None:
+    Path("same.json").write_text(json.dumps({"requests": [request(TEXT)]}))
+    before = Path("same.json").read_text()
+    source = [] if "--inputFile" in pair else ["--text", TEXT]
+    result = run(engines, *source, pair[0], "same.json", pair[1], "./same.json")
+    assert (result.exit_code, "is named twice" in result.stderr) == (2, True)
+    assert Path("same.json").read_text() == before
+    assert files(work) == {"same.json"}
+
+
+def test_an_engine_that_fails_fails_its_request_only(
+    engines: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    decode = CodePredictor.decode_frame
+
+    def second_request_fails(self: CodePredictor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["seeds"] == [1]:
+            calls.append(1)
+            raise EngineError("the engine is out of memory")
+        return decode(self, *args, **kwargs)
+
+    monkeypatch.setattr(CodePredictor, "decode_frame", second_request_fails)
+    responses = speak(engines, [request(seed=seed, max_audio_length=2) for seed in range(3)], code=1)
+    assert calls
+    assert [response["output_text"] for response in responses] == ["", "FAILED", ""]
+    assert responses[1]["error"] == "the engine is out of memory"
+    assert files(work / "audio") == {f"{stem}{i}.{end}" for i in (0, 2) for stem, end in STEMS}
 
 
 def test_a_bug_shows_its_traceback(engines: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,14 +734,25 @@ def test_no_backup_keeps_none(plans: Path) -> None:
     assert not list(plans.rglob("*.bak"))
 
 
+def test_a_rebuild_keeps_the_recorded_devices(plans: Path) -> None:
+    """The command that widens names no device; what a dry run promises is what the run then does."""
+    devices = record(plans / "code_predictor")["compute_capabilities"]
+    assert devices == ["8.6"]
+    for flags, word in ((["--dryRun"], "would build"), ([], "built"), (["--dryRun"], "unchanged"), ([], "unchanged")):
+        args = ["--engineDir", str(plans), "--onlyCodePredictor", "--backend", "tensorrt_rtx", *flags]
+        result = CliRunner().invoke(build, args)
+        assert (result.exit_code, f"code predictor {word}" in result.stdout) == (0, True), result.output
+    assert record(plans / "code_predictor")["compute_capabilities"] == devices
+
+
 def test_a_dry_run_prints_the_profiles_and_writes_nothing(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(_name: str) -> None:
-        raise AssertionError("a dry run needs no TensorRT")
+        raise EngineError("a dry run needs no TensorRT")
 
     monkeypatch.setattr("trt_cpspec.builder.engine.load_binding", absent)
     before = contents(plans)
     result = CliRunner().invoke(build, ["--engineDir", str(plans), "--dryRun", "--maxVerifySize", "3"])
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (0, "backend: ONNX Runtime\n")
     assert contents(plans) == before
     heads = [line for line in result.stdout.splitlines() if line.startswith("eng/")]
     assert heads == [

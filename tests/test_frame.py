@@ -581,6 +581,13 @@ def test_bad_logits_name_row_and_depth(mode: Mode, size: int, depth: int, is_dra
 # Small frames and perfect agreement
 
 
+@pytest.mark.parametrize(("depths", "size"), [(1, 0), (2, 0), (3, 3), (15, 3)])
+def test_a_window_needs_a_depth_that_can_be_drafted(depths: int, size: int) -> None:
+    """The first residual code comes from the prefill and the last is always a bonus."""
+    found = resolve_window(3, codebook_size=4, residual_depths=depths, max_verify_size=8)
+    assert (found.verify_size, found.reason is None) == (size, size > 0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_one_residual_depth_needs_no_pass(mode: Mode) -> None:
     """G = 2: the prefill gives the frame, and a window has no room."""

@@ -74,7 +74,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: int, words: tuple[i
 
 
 def reference_uniform(seed: int, frame: int, depth: int, use: int, index: int) -> float:
-    """Design decision 6 in plain integers."""
+    """Philox at its address, in plain integers."""
     words, low, high = [frame, depth, use, index >> 2], seed & WORD, seed >> 32
     for _ in range(10):
         first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57

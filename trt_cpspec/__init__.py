@@ -1,4 +1,4 @@
-"""Exact speculative decoding of the CodePredictor in Qwen3-TTS and Qwen3-Omni.
+"""Exact speculative decoding of the CodePredictor in Qwen3-TTS.
 
 Importing the package imports nothing else; each name below loads its module when it is first used.
 """

@@ -305,7 +305,10 @@ def _open_device_frames(
 
 
 class PredictorTables:
-    """The side files of a CodePredictor (see ``edge_contract`` of the original: names, keys, shapes).
+    """The side files of a CodePredictor, with Edge-LLM's names and keys.
+
+    ``codec_embeddings`` (``embedding_{i}``, ``[V, Ht]``), ``lm_heads`` (``lm_head_{i}.weight``, ``[V, C]``), and where
+    the checkpoint has one ``small_to_mtp_projection`` (``weight`` ``[C, Ht]``, ``bias`` ``[C]``).
 
     Attributes
     ----------

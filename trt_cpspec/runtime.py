@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,6 @@ from .session import DecoderSession, Float32, GraphSession, HeadSession
 from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 logger = logging.getLogger(__name__)
-
-DeviceName = Literal["auto", "cpu", "cuda"]
 
 GRAPH_FILE = "model.onnx"
 HEADS_FILE = "heads.onnx"

@@ -30,7 +30,7 @@ _WORD_BITS = np.uint64(32)
 
 
 class Use(IntEnum):
-    """What a random number is for; each use has a counter stream of its own (design decision 6)."""
+    """What a random number is for; each use has a counter stream of its own."""
 
     TARGET = 0
     DRAFT = 1
@@ -215,7 +215,11 @@ class Noise(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PhiloxNoise:
-    """The numbers of design decision 6: a pure function of the request's seed, the frame, the depth and the use."""
+    """Numbers that are a pure function of the request's seed, the frame, the depth and the use.
+
+    Philox4x32-10 with the seed as key and the counter (frame, depth, use, index >> 2); lane ``index & 3`` of its
+    output, where ``index`` is the code.
+    """
 
     seed: int
     frame: int

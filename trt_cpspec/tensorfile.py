@@ -248,7 +248,7 @@ def encode(values: NDArray[np.float32], dtype: str, name: str) -> bytes:
     Raises
     ------
     ConfigError
-        A finite value overflows FP16 (design decision 9), or a value is not finite. The message names the tensor.
+        A finite value overflows FP16, or a value is not finite. The message names the tensor.
     """
     if not np.isfinite(values).all():
         raise ConfigError(f"tensor {name!r} holds a value that is not finite: the checkpoint is damaged")
