@@ -247,7 +247,7 @@ def _check_files(options: dict[str, Any]) -> None:
                 raise ConfigError(f"{path} is named twice: input, output and profile must be files of their own")
 
 
-def _read_requests(options: dict[str, Any]) -> RequestFile:
+def _read_requests(options: dict[str, Any]) -> RequestFile[Request]:
     path, text = options["input_file"], options["text"]
     given = {name: options[name] for name in ("speaker", "language", "instruct") if options[name] is not None}
     if (path is None) == (text is None):
@@ -260,7 +260,7 @@ def _read_requests(options: dict[str, Any]) -> RequestFile:
     return read_request_file(path)
 
 
-def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _speak(requests: RequestFile[Request], options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Load the engines, check every request, then speak them batch by batch; return responses and profile."""
     from .pipeline import Qwen3TTS  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
 

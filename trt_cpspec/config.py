@@ -258,6 +258,13 @@ _REFERENCE_SAMPLING: dict[str, Any] = {
     "subtalker_dosample": True, "subtalker_temperature": 0.9, "subtalker_top_k": 50, "subtalker_top_p": 1.0,
 }  # fmt: skip
 
+# The same of Qwen3-Omni's generate (transformers 4.57.3), which fixes the CodePredictor's.
+_REFERENCE_OMNI_SAMPLING: dict[str, Any] = {
+    "talker_do_sample": True, "talker_temperature": 0.9, "talker_top_k": 50, "talker_top_p": 1.0,
+    "talker_repetition_penalty": 1.05,
+    "subtalker_dosample": True, "subtalker_temperature": 1.0, "subtalker_top_k": 50, "subtalker_top_p": 0.8,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -272,7 +279,16 @@ class SamplingDefaults:
 
         Sampling that is switched off there is a temperature of 0.
         """
-        known = Section(_REFERENCE_SAMPLING | {k: v for k, v in section.values.items() if v is not None}, section.where)
+        return cls._read(section, _REFERENCE_SAMPLING, "")
+
+    @classmethod
+    def from_omni_section(cls, section: Section) -> SamplingDefaults:
+        """Read the ``generation_config`` of a Qwen3-Omni, whose keys of the Talker begin with ``talker_``."""
+        return cls._read(section, _REFERENCE_OMNI_SAMPLING, "talker_")
+
+    @classmethod
+    def _read(cls, section: Section, reference: dict[str, Any], talker: str) -> SamplingDefaults:
+        known = Section(reference | {k: v for k, v in section.values.items() if v is not None}, section.where)
 
         def params(prefix: str, switch: str, penalty: float) -> SamplingParams:
             return SamplingParams(
@@ -284,7 +300,7 @@ class SamplingDefaults:
 
         try:
             return cls(
-                talker=params("", "do_sample", known.number("repetition_penalty")),
+                talker=params(talker, f"{talker}do_sample", known.number(f"{talker}repetition_penalty")),
                 subtalker=params("subtalker_", "subtalker_dosample", 1.0),
             )
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The input JSON of qwen3_tts_inference: parsed, checked and resolved to one Request for each text."""
+"""The input JSON of both inference commands: parsed, checked and resolved to one request for each text or chat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .config import SamplingParams
 from .errors import ConfigError, did_you_mean
@@ -16,6 +16,10 @@ ROLES = ("system", "user", "assistant")
 
 _FIXED_TEMPLATE = {"apply_chat_template": True, "add_generation_prompt": True, "enable_thinking": False}
 _CLONE_KEYS = ("ref_audio", "ref_text")
+_MEDIA = ("image", "audio", "video")
+
+Rule = Callable[[str, Any], Any]
+R = TypeVar("R")
 
 
 def _optional_string(name: str, value: Any) -> str | None:
@@ -77,7 +81,7 @@ def _sampling(parameter: str) -> Callable[[str, Any], float]:
     return rule
 
 
-_OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+_OPTIONS: dict[str, Rule] = {
     "speaker": _optional_string,
     "language": _language,
     "instruct": _instruct,
@@ -94,24 +98,28 @@ _OPTIONS: dict[str, Callable[[str, Any], Any]] = {
 }
 """What a request may bring and the top level may set for all of them, with the rule of each."""
 
-_REQUEST_KEYS = ("messages", *_OPTIONS, *_CLONE_KEYS)
-_TOP_KEYS = ("requests", "batch_size", *_FIXED_TEMPLATE, *_OPTIONS, *_CLONE_KEYS)
+_CHAT_OPTIONS: dict[str, Rule] = {
+    **{name: rule for name, rule in _OPTIONS.items() if name not in ("language", "instruct", "non_streaming_mode")},
+    "temperature": _sampling("temperature"),
+    "top_k": _sampling("top_k"),
+    "top_p": _sampling("top_p"),
+    "max_generate_length": _count,
+}
+"""The same for a chat."""
+
+_STREAMING_KEYS = ("enable", "codec_chunk_frames", "talker_prefill_threshold")
+_ONLY_TEXT_SPOKEN = "only parts of type 'text' can be spoken"
+_ONLY_TEXT_CHAT = "image, audio and video input is not supported yet, give parts of type 'text'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One text to speak. None always means "not given": the checkpoint's or the command line's default is in force.
+class VoiceOptions:
+    """How something is spoken. None always means "not given": the checkpoint's or the command's default is in force.
 
     Attributes
     ----------
-    text : str
-        What is spoken, to the character.
-    messages : list
-        As they were given, for the output to echo.
-    speaker, language, instruct : str or None
-        An empty string becomes None. ``language`` "auto" is lower case; other names are for the checkpoint to know.
-    non_streaming_mode : bool or None
-        The layout of the prefill.
+    speaker : str or None
+        An empty string becomes None; names are for the checkpoint to know.
     seed : int or None
         0 to 2**64 - 1.
     max_audio_length : int or None
@@ -120,6 +128,34 @@ class Request:
         The Talker's law, under the rules of SamplingParams; temperature 0 is argmax.
     subtalker_temperature, subtalker_top_k, subtalker_top_p : float, int, float, each or None
         The CodePredictor's law. 0 is a value here too (argmax, all codes), not "the default".
+    """
+
+    speaker: str | None = None
+    seed: int | None = None
+    max_audio_length: int | None = None
+    talker_temperature: float | None = None
+    talker_top_k: int | None = None
+    talker_top_p: float | None = None
+    repetition_penalty: float | None = None
+    subtalker_temperature: float | None = None
+    subtalker_top_k: int | None = None
+    subtalker_top_p: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(VoiceOptions):
+    """One text to speak, with the options of VoiceOptions.
+
+    Attributes
+    ----------
+    text : str
+        What is spoken, to the character.
+    messages : list
+        As they were given, for the output to echo.
+    language, instruct : str or None
+        An empty string becomes None. ``language`` "auto" is lower case.
+    non_streaming_mode : bool or None
+        The layout of the prefill.
     warnings : tuple of str
         What was given and has no effect.
 
@@ -131,43 +167,69 @@ class Request:
 
     text: str
     messages: list[Any] = field(default_factory=list)
-    speaker: str | None = None
     language: str | None = None
     instruct: str | None = None
     non_streaming_mode: bool | None = None
-    seed: int | None = None
-    max_audio_length: int | None = None
-    talker_temperature: float | None = None
-    talker_top_k: int | None = None
-    talker_top_p: float | None = None
-    repetition_penalty: float | None = None
-    subtalker_temperature: float | None = None
-    subtalker_top_k: int | None = None
-    subtalker_top_p: float | None = None
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise ConfigError(f"text must be a string, it is {self.text!r:.80}")
         check_text(self.text)
-        for name, value in _checked_options({name: getattr(self, name) for name in _OPTIONS}, "").items():
-            object.__setattr__(self, name, value)
+        _check_fields(self, _OPTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFile:
+class ChatRequest(VoiceOptions):
+    """One conversation to answer, with the options of VoiceOptions for the spoken answer.
+
+    Attributes
+    ----------
+    messages : list
+        Objects of ``role`` (system, user, assistant) and ``content``, a string or a list of text parts.
+    temperature, top_k, top_p : float, int, float, each or None
+        The Thinker's law; temperature 0 is argmax.
+    max_generate_length : int or None
+        Tokens of the answer, at least 1.
+
+    Raises
+    ------
+    ConfigError
+        A value outside its range, or a message that is none, by name.
+    """
+
+    messages: list[Any]
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    max_generate_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for index, message in enumerate(_checked_list(self.messages, "messages")):
+            _parse_message(message, f"messages[{index}]", only=_ONLY_TEXT_CHAT)
+        _check_fields(self, _CHAT_OPTIONS)
+
+
+def _check_fields(request: VoiceOptions, rules: Mapping[str, Rule]) -> None:
+    """Check the options of a request that was made in Python, and put what the rules make of them in place."""
+    for name, value in _checked_options({name: getattr(request, name) for name in rules}, "", rules).items():
+        object.__setattr__(request, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFile(Generic[R]):
     """What one input file asks for.
 
     Attributes
     ----------
     batch_size : int
         Requests that are spoken together, at least 1.
-    requests : tuple of Request
+    requests : tuple of Request, or of ChatRequest
         At least one.
     """
 
     batch_size: int = 1
-    requests: tuple[Request, ...]
+    requests: tuple[R, ...]
 
     def __post_init__(self) -> None:
         _count("batch_size", self.batch_size)
@@ -175,27 +237,23 @@ class RequestFile:
             raise ConfigError("requests is empty; give at least one")
 
 
-def read_request_file(path: Path) -> RequestFile:
-    """Read an input file.
+def read_request_file(path: Path) -> RequestFile[Request]:
+    """Read an input file of texts.
 
     Raises
     ------
     ConfigError
         It cannot be read, is no JSON (with line and column), repeats a key, or breaks a rule of ``parse_requests``.
     """
-    try:
-        # utf-8-sig: editors on Windows begin a file with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: there is no such file") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    return parse_requests(_load_json(text, str(path)), str(path))
+    return parse_requests(_read_json(path), str(path))
 
 
-def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile:
+def read_chat_file(path: Path) -> RequestFile[ChatRequest]:
+    """Read an input file of conversations; errors are those of :func:`read_request_file`."""
+    return parse_chats(_read_json(path), str(path))
+
+
+def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile[Request]:
     """Check an input document and resolve its defaults; the first fault raises.
 
     An option of the top level holds for every request, and a request's own value goes before it. A request's own null
@@ -213,35 +271,81 @@ def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile:
     ConfigError
         With the place, as in ``input.json: requests[3].talker_top_k is -1; ...``.
     """
+    return _parse_document(document, where, _Format(options=_OPTIONS, refused=_CLONE_KEYS, make=_text_request))
+
+
+def parse_chats(document: Mapping[str, Any], where: str) -> RequestFile[ChatRequest]:
+    """Check an input document of conversations, under the rules of :func:`parse_requests`."""
+    _check_object(document, f"{where}: the top level")
+    _check_no_streaming(document, f"{where}: ")
+    form = _Format(options=_CHAT_OPTIONS, top=("streaming",), make=_chat_request)
+    return _parse_document(document, where, form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format(Generic[R]):
+    """What one kind of input file may hold.
+
+    Attributes
+    ----------
+    options : mapping
+        What a request may bring and the top level may set for all of them, with the rule of each.
+    top : tuple of str
+        More keys of the top level.
+    refused : tuple of str
+        Keys that are known and not supported.
+    make : callable
+        Makes a request of its messages, its options and its place.
+    """
+
+    options: Mapping[str, Rule]
+    make: Callable[[list[Any], dict[str, Any], str], R]
+    top: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def _parse_document(document: Mapping[str, Any], where: str, form: _Format[R]) -> RequestFile[R]:
     place = f"{where}: "
     _check_object(document, f"{place}the top level")
-    _check_keys(document, _TOP_KEYS, place, elsewhere={"messages": "a request"})
+    known = ("requests", "batch_size", *_FIXED_TEMPLATE, *form.top, *form.options, *form.refused)
+    _check_keys(document, known, place, elsewhere={"messages": "a request"})
     _check_template(document, place)
     _check_no_clone(document, place)
-    options = _checked_options(document, place)
+    options = _checked_options(document, place, form.options)
     batch_size = document.get("batch_size")
     entries = _checked_list(document.get("requests"), f"{place}requests")
-    requests = tuple(_parse_request(entry, options, f"{place}requests[{i}]") for i, entry in enumerate(entries))
+    requests = tuple(_parse_request(entry, options, f"{place}requests[{i}]", form) for i, entry in enumerate(entries))
     return RequestFile(
         batch_size=1 if batch_size is None else _count(f"{place}batch_size", batch_size), requests=requests
     )
 
 
-def _parse_request(entry: Any, defaults: Mapping[str, Any], place: str) -> Request:
+def _parse_request(entry: Any, defaults: Mapping[str, Any], place: str, form: _Format[R]) -> R:
     _check_object(entry, place)
-    _check_keys(
-        entry, _REQUEST_KEYS, f"{place}.", elsewhere=dict.fromkeys(("batch_size", *_FIXED_TEMPLATE), "the top level")
-    )
+    elsewhere = dict.fromkeys(("batch_size", *_FIXED_TEMPLATE, *form.top), "the top level")
+    _check_keys(entry, ("messages", *form.options, *form.refused), f"{place}.", elsewhere=elsewhere)
     _check_no_clone(entry, f"{place}.")
-    own = _checked_options(entry, f"{place}.")
+    own = _checked_options(entry, f"{place}.", form.options)
     messages = _checked_list(entry.get("messages"), f"{place}.messages")
+    return form.make(messages, {**defaults, **own}, place)
+
+
+def _text_request(messages: list[Any], options: dict[str, Any], place: str) -> Request:
     text, warnings = _spoken_text(messages, place)
-    return Request(text=text, messages=messages, warnings=warnings, **{**defaults, **own})
+    return Request(text=text, messages=messages, warnings=warnings, **options)
+
+
+def _chat_request(messages: list[Any], options: dict[str, Any], place: str) -> ChatRequest:
+    for index, message in enumerate(messages):
+        _parse_message(message, f"{place}.messages[{index}]", only=_ONLY_TEXT_CHAT)
+    return ChatRequest(messages=messages, **options)
 
 
 def _spoken_text(messages: list[Any], place: str) -> tuple[str, tuple[str, ...]]:
     """Return the content of the one assistant message, and a warning that names the messages nobody will hear."""
-    parsed = [_parse_message(message, f"{place}.messages[{i}]") for i, message in enumerate(messages)]
+    parsed = [
+        _parse_message(message, f"{place}.messages[{i}]", only=_ONLY_TEXT_SPOKEN) for i, message in enumerate(messages)
+    ]
     spoken = [content for role, content in parsed if role == "assistant"]
     if len(spoken) != 1:
         raise ConfigError(
@@ -258,8 +362,8 @@ def _spoken_text(messages: list[Any], place: str) -> tuple[str, tuple[str, ...]]
     )
 
 
-def _parse_message(message: Any, place: str) -> tuple[str, str]:
-    """Return role and content."""
+def _parse_message(message: Any, place: str, *, only: str) -> tuple[str, str]:
+    """Return role and content; ``only`` says why other parts than text are refused."""
     _check_object(message, place)
     _check_keys(message, ("role", "content"), f"{place}.")
     role = _required_string(message, "role", place)
@@ -267,24 +371,25 @@ def _parse_message(message: Any, place: str) -> tuple[str, str]:
         raise ConfigError(f"{place}.role is {role!r}; {did_you_mean(role, ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
-        return role, "".join(_parse_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
+        return role, "".join(_parse_part(part, f"{place}.content[{i}]", only) for i, part in enumerate(content))
     return role, _required_string(message, "content", place, or_else=" or a list of text parts")
 
 
-def _parse_part(part: Any, place: str) -> str:
+def _parse_part(part: Any, place: str, only: str) -> str:
     _check_object(part, place)
-    kind = _required_string(part, "type", place)
+    media = [key for key in _MEDIA if key in part]  # a part may be named by its key alone
+    kind = media[0] if media and "type" not in part else _required_string(part, "type", place)
     # Before the keys: "image is not supported" says more than "unknown key image".
     if kind != "text":
-        raise ConfigError(f"{place}.type is {kind!r}; only parts of type 'text' can be spoken")
+        raise ConfigError(f"{place}.type is {kind!r}; {only}")
     _check_keys(part, ("type", "text"), f"{place}.")
     return _required_string(part, "text", place)
 
 
-def _checked_options(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _checked_options(values: Mapping[str, Any], place: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """Return the options that are there, each checked; null is None without a check."""
-    given = {name: values[name] for name in _OPTIONS if name in values}
-    return {name: None if value is None else _OPTIONS[name](f"{place}{name}", value) for name, value in given.items()}
+    given = {name: values[name] for name in rules if name in values}
+    return {name: None if value is None else rules[name](f"{place}{name}", value) for name, value in given.items()}
 
 
 def _check_object(value: Any, place: str) -> None:
@@ -319,6 +424,16 @@ def _check_no_clone(values: Mapping[str, Any], place: str) -> None:
             raise ConfigError(f"{place}{key}: voice clone is not supported yet (it needs clone encoders); leave it out")
 
 
+def _check_no_streaming(document: Mapping[str, Any], place: str) -> None:
+    streaming = document.get("streaming")
+    if streaming is None:
+        return
+    _check_object(streaming, f"{place}streaming")
+    _check_keys(streaming, _STREAMING_KEYS, f"{place}streaming.")
+    if "enable" in streaming and _boolean(f"{place}streaming.enable", streaming["enable"]):
+        raise ConfigError(f"{place}streaming.enable: streaming is not supported yet; leave it out or give false")
+
+
 def _checked_list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(f"{place} must be a list, it is {'missing' if value is None else f'{value!r:.80}'}")
@@ -335,6 +450,19 @@ def _required_string(values: Mapping[str, Any], key: str, place: str, *, or_else
         )
     check_unicode(value, f"{place}.{key}")
     return value
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        # utf-8-sig: editors on Windows begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: there is no such file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    return _load_json(text, str(path))
 
 
 def _load_json(text: str, where: str) -> Any:

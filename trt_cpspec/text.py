@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -91,8 +92,15 @@ def _is_blank(character: str) -> bool:
     return unicodedata.category(character) in _BLANK_CATEGORIES or character in _BLANK_OTHERS
 
 
+def check_no_special(ids: Iterable[int], special: Mapping[int, str], what: str) -> None:
+    """Refuse a text in whose ids a special token stands: it would break the template around it."""
+    for token_id in ids:
+        if token_id in special:
+            raise _special_token_error(what, special[token_id])
+
+
 def _special_token_error(what: str, token: str) -> ConfigError:
-    return ConfigError(f"{what} contains {token!r}, a special token that would break the speech template; take it out")
+    return ConfigError(f"{what} contains {token!r}, a special token that would break the template; take it out")
 
 
 class TextTokenizer:
@@ -112,11 +120,8 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, where: str) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self._special = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
-        _check_bytes(tokenizer, where)
+        self._tokenizer = checked_tokenizer(tokenizer, where)
+        self._special = special_tokens(tokenizer)
         self._prefix = self._template_ids(TEXT_PREFIX, ROLE_ROWS, where)
         self._suffix = self._template_ids(TEXT_SUFFIX, SUFFIX_IDS, where)
 
@@ -132,10 +137,7 @@ class TextTokenizer:
         ConfigError
             A file is missing, damaged, or contradicts another; the message names it.
         """
-        if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; give the one with the tokenizer's files")
-        whole = folder / "tokenizer.json"
-        return cls(_read_whole(whole) if whole.exists() else _read_parts(folder), str(folder))
+        return cls(read_tokenizer(folder), str(folder))
 
     def assistant_ids(self, text: str) -> list[int]:
         """Return the ids of the whole assistant template around a text; nothing is checked.
@@ -182,9 +184,7 @@ class TextTokenizer:
         It serves an instruct too. A special token is looked for in the ids, so what counts is what the tokenizer reads.
         """
         check_text(text, what)
-        for token_id in self._encode(text).ids:
-            if token_id in self._special:
-                raise _special_token_error(what, self._special[token_id])
+        check_no_special(self._encode(text).ids, self._special, what)
 
     def _encode(self, text: str) -> Encoding:
         return self._tokenizer.encode(text)
@@ -198,6 +198,27 @@ class TextTokenizer:
                 f"{marks}; a Qwen3-TTS tokenizer gives {count} ids and has <|im_start|> and <|im_end|>"
             )
         return ids
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a folder (see :meth:`TextTokenizer.from_dir`)."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give the one with the tokenizer's files")
+    whole = folder / "tokenizer.json"
+    return _read_whole(whole) if whole.exists() else _read_parts(folder)
+
+
+def checked_tokenizer(tokenizer: Tokenizer, where: str) -> Tokenizer:
+    """Switch off truncation and padding, and refuse a vocabulary without a token for every byte."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _check_bytes(tokenizer, where)
+    return tokenizer
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return id and content of the special tokens."""
+    return {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
 def _read_whole(path: Path) -> Tokenizer:
