@@ -309,7 +309,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkerIds:
-    """Special ids of a Talker: codes of its own vocabulary, and text tokens."""
+    """Special ids of a Talker: codes of its own vocabulary, and text tokens.
+
+    ``codec_think_id`` begins a language block; it is -1 for a Qwen3-Omni, which has none.
+    """
 
     codec_pad_id: int
     codec_bos_id: int
@@ -322,6 +325,12 @@ class TalkerIds:
     tts_bos_token_id: int
     tts_eos_token_id: int
 
+    @classmethod
+    def from_section(cls, section: Section, *, omni: bool) -> TalkerIds:
+        """Read every id from an engine's config."""
+        names = [item.name for item in fields(cls) if not (omni and item.name == "codec_think_id")]
+        return cls(**{"codec_think_id": -1} | {name: section.integer(name, minimum=0) for name in names})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TalkerSpec:
@@ -329,11 +338,19 @@ class TalkerSpec:
 
     Attributes
     ----------
+    is_omni : bool
+        It speaks the answers of a Thinker: no languages, no dialects, no text embedding of its own.
     decoder : DecoderSpec
     num_code_groups : int
     text_hidden_size, text_vocab_size : int
+        Of the text embedding. The vocabulary of a Qwen3-Omni is the Thinker's to state, here it is 0.
+    projection_size : int
+        Width inside the projection of text.
+    min_frames : int
+        Steps at which the end of speech is forbidden (``qwen_tts``: ``min_new_tokens`` 2; Qwen3-Omni has no such rule).
     ids : TalkerIds
     tts_model_type, tts_model_size : str
+        Empty for a Qwen3-Omni.
     speakers, languages : dict of str to int
         Lower-case name to codec id.
     dialects : dict of str to str
@@ -342,10 +359,13 @@ class TalkerSpec:
     limits : EngineLimits
     """
 
+    is_omni: bool
     decoder: DecoderSpec
     num_code_groups: int
     text_hidden_size: int
     text_vocab_size: int
+    projection_size: int
+    min_frames: int
     ids: TalkerIds
     tts_model_type: str
     tts_model_size: str
@@ -360,22 +380,105 @@ class TalkerSpec:
         """Read an engine's config; a folder that is no Talker is an EngineError."""
         if "talker" not in section.text("model") or section.text("model").endswith(CODE_PREDICTOR_SUFFIX):
             raise EngineError(f"{section.where}: model is {section.text('model')!r}, no Talker; name the talker folder")
-        languages = section.section("codec_language_id")
-        speakers = section.section("speaker_id")
+        return cls._of_omni(section) if "omni" in section.text("model") else cls._of_tts(section)
+
+    @classmethod
+    def _of_tts(cls, section: Section) -> TalkerSpec:
+        languages, width = section.section("codec_language_id"), section.integer("text_hidden_size", minimum=1)
         return cls(
-            decoder=DecoderSpec.from_section(section),
-            num_code_groups=section.integer("num_code_groups", minimum=2),
-            text_hidden_size=section.integer("text_hidden_size", minimum=1),
+            is_omni=False,
+            text_hidden_size=width,
             text_vocab_size=section.integer("text_vocab_size", minimum=1),
-            ids=TalkerIds(**{item.name: section.integer(item.name, minimum=0) for item in fields(TalkerIds)}),
+            projection_size=width,
+            min_frames=2,
             tts_model_type=section.text("tts_model_type"),
             tts_model_size=section.text("tts_model_size"),
-            speakers={name.lower(): speakers.integer(name) for name in speakers.values},
             languages={name.lower(): languages.integer(name) for name in languages.values},
             dialects={k.lower(): v for k, v in section.section("spk_is_dialect").values.items() if v},
             defaults=SamplingDefaults.from_section(section.section("generation_config")),
+            **cls._common(section, omni=False),
+        )
+
+    @classmethod
+    def _of_omni(cls, section: Section) -> TalkerSpec:
+        common = cls._common(section, omni=True)
+        if not common["speakers"]:
+            raise ConfigError(f"{section.where}: speaker_id is empty, a Qwen3-Omni speaks with one of its speakers")
+        return cls(
+            is_omni=True,
+            text_hidden_size=section.integer("thinker_hidden_size", minimum=1),
+            text_vocab_size=0,
+            projection_size=common["decoder"].intermediate_size,
+            min_frames=0,
+            tts_model_type="",
+            tts_model_size="",
+            languages={},
+            dialects={},
+            defaults=SamplingDefaults.from_omni_section(section.section("generation_config")),
+            **common,
+        )
+
+    @staticmethod
+    def _common(section: Section, *, omni: bool) -> dict[str, Any]:
+        speakers = section.section("speaker_id")
+        return {
+            "decoder": DecoderSpec.from_section(section),
+            "num_code_groups": section.integer("num_code_groups", minimum=2),
+            "ids": TalkerIds.from_section(section, omni=omni),
+            "speakers": {name.lower(): speakers.integer(name) for name in speakers.values},
+            "limits": EngineLimits.from_section(section.section("builder_config")),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleIds:
+    """Tokens by which a conversation's segments are told apart: the start of one, and the role behind it."""
+
+    im_start_token_id: int
+    system_token_id: int
+    user_token_id: int
+    assistant_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkerSpec:
+    """A Thinker engine, as its ``config.json`` describes it.
+
+    Attributes
+    ----------
+    decoder : DecoderSpec
+    eos_token_ids : frozenset of int
+        Each of them ends an answer.
+    roles : RoleIds
+    limits : EngineLimits
+    """
+
+    decoder: DecoderSpec
+    eos_token_ids: frozenset[int]
+    roles: RoleIds
+    limits: EngineLimits
+
+    @classmethod
+    def from_section(cls, section: Section) -> ThinkerSpec:
+        """Read an engine's config; a folder that is no Thinker is an EngineError."""
+        if not is_thinker(section.text("model")):
+            raise EngineError(
+                f"{section.where}: model is {section.text('model')!r}, no Thinker; name the thinker folder"
+            )
+        several = isinstance(section.values.get("eos_token_id"), list)
+        return cls(
+            decoder=DecoderSpec.from_section(section),
+            eos_token_ids=frozenset(
+                section.integers("eos_token_id") if several else [section.integer("eos_token_id", minimum=0)]
+            ),
+            roles=RoleIds(**{item.name: section.integer(item.name, minimum=0) for item in fields(RoleIds)}),
             limits=EngineLimits.from_section(section.section("builder_config")),
         )
+
+
+def is_thinker(model: str) -> bool:
+    """Return whether a config's ``model`` is a Thinker's: ``qwen3_omni_moe_text`` (the Talker's has ``talker``)."""
+    return "omni" in model and model.endswith("_text") and "talker" not in model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import SamplingParams, Section, TalkerSpec
-from .errors import NumericsError
+from .config import RoleIds, SamplingParams, Section, TalkerSpec
+from .errors import ConfigError, EngineError, NumericsError
 from .runtime import Decoder, Runtime
 from .sampling import Law, law, penalised
+from .sequences import SequenceBatch
 from .tensorfile import RowTable, TensorFile
-
-MIN_FRAMES = 2
-"""Steps at which the end of speech is forbidden (``qwen_tts``: ``min_new_tokens``)."""
 
 SPECIAL_CODES = 1024
 """Ids at the top of the vocabulary that are no audio codes, suppressed all but the end (``suppress_tokens``)."""
@@ -98,6 +96,68 @@ def assemble_prompt(
     return Prompt(text_ids=table[:, 0], codec_ids=table[:, 1], trailing_text_ids=np.array(trailing, np.int64))
 
 
+def assemble_answer_prompt(
+    spec: TalkerSpec, roles: RoleIds, prompt_ids: Sequence[int], answer_ids: Sequence[int], speaker: str
+) -> Prompt | None:
+    """Assemble the rows of a prefill that speaks a Thinker's answer, in the layout of the reference.
+
+    Of the conversation only the user's segments are heard: system segments and earlier answers are skipped.
+
+    Parameters
+    ----------
+    spec : TalkerSpec
+    roles : RoleIds
+    prompt_ids : sequence of int
+        The Thinker's prompt, which ends in the header of the answer.
+    answer_ids : sequence of int
+        The tokens of the answer that are spoken.
+    speaker : str
+        A key of ``spec.speakers``.
+
+    Returns
+    -------
+    Prompt or None
+        None where there is nothing to speak.
+
+    Raises
+    ------
+    ConfigError
+        A segment of the prompt is of no known role, or the last one is not the assistant's.
+
+    Notes
+    -----
+    Source: ``transformers`` 4.57.3, ``Qwen3OmniMoeForConditionalGeneration.generate``.
+    """
+    ids = spec.ids
+    *earlier, last = _segments(roles, prompt_ids)
+    if last[1] != roles.assistant_token_id:
+        raise ConfigError("the chat template does not end in the header of an assistant's answer")
+    segment = [*last, *answer_ids]
+    header, text = segment[:ROLE_ROWS], segment[ROLE_ROWS:]
+    if not text:
+        return None
+    heard = [token for part in earlier if part[1] == roles.user_token_id for token in part]
+    codec = [*_think_block(spec, None, "auto"), spec.speakers[speaker], ids.codec_pad_id]
+    rows = [(token, NO_CODE) for token in [*heard, *header]]
+    rows += zip([ids.tts_pad_token_id] * (len(codec) - 1) + [ids.tts_bos_token_id], codec, strict=True)
+    table = np.array([*rows, (text[0], ids.codec_bos_id)], np.int64)
+    trailing = np.array([*text[1:], ids.tts_eos_token_id], np.int64)
+    return Prompt(text_ids=table[:, 0], codec_ids=table[:, 1], trailing_text_ids=trailing)
+
+
+def _segments(roles: RoleIds, prompt_ids: Sequence[int]) -> list[Sequence[int]]:
+    """Split a prompt at its segment starts; what stands before the first is dropped, as in the reference."""
+    starts = [place for place, token in enumerate(prompt_ids) if token == roles.im_start_token_id]
+    parts = [prompt_ids[start:end] for start, end in zip(starts, [*starts[1:], len(prompt_ids)], strict=True)]
+    known = (roles.system_token_id, roles.user_token_id, roles.assistant_token_id)
+    if not parts or any(len(part) < 2 or part[1] not in known for part in parts):
+        raise ConfigError(
+            "the chat template writes a segment that is neither system, user nor assistant: the Talker has no row for "
+            "it; ask for text only"
+        )
+    return parts
+
+
 def _think_block(spec: TalkerSpec, speaker: str | None, language: str) -> list[int]:
     ids = spec.ids
     if speaker in spec.dialects and language in ("auto", "chinese"):
@@ -107,7 +167,7 @@ def _think_block(spec: TalkerSpec, speaker: str | None, language: str) -> list[i
     return [ids.codec_think_id, ids.codec_think_bos_id, spec.languages[language], ids.codec_think_eos_id]
 
 
-class Talker:
+class Talker(SequenceBatch):
     """The outer loop's model on its engine. One batch at a time; not safe for several threads.
 
     Make one with :meth:`from_engine_dir`.
@@ -118,39 +178,36 @@ class Talker:
     """
 
     def __init__(self, spec: TalkerSpec, session: Decoder, tables: TalkerTables) -> None:
+        super().__init__(session, spec.decoder.hidden_size)
         self.spec = spec
-        self._session = session
         self._tables = tables
-        self._positions = np.zeros(0, np.int64)
 
     @classmethod
-    def from_engine_dir(cls, folder: Path | str, *, runtime: Runtime | None = None) -> Talker:
+    def from_engine_dir(
+        cls, folder: Path | str, *, thinker_dir: Path | None = None, runtime: Runtime | None = None
+    ) -> Talker:
         """Load a ``talker`` folder that ``cpspec-build`` wrote.
 
         Parameters
         ----------
         folder : path
+        thinker_dir : path or None
+            Of a Qwen3-Omni: where the text embedding lies. None for a Qwen3-TTS, whose Talker has its own.
         runtime : Runtime or None
             Where it runs; None is the CPU.
 
         Raises
         ------
         ConfigError, EngineError
-            A file is missing, damaged, or contradicts ``config.json``.
+            A file is missing, damaged, or contradicts ``config.json``; or the folder is of the other model.
         """
         folder = Path(folder)
         spec = TalkerSpec.from_section(Section.from_file(folder / "config.json"))
+        if spec.is_omni != (thinker_dir is not None):
+            model, command = ("Omni", "llm_inference") if spec.is_omni else ("TTS", "qwen3_tts_inference")
+            raise ConfigError(f"{folder} holds the Talker of a Qwen3-{model}: speak with {command}")
         session = (runtime or Runtime()).decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity)
-        return cls(spec, session, TalkerTables.from_dir(folder, spec))
-
-    def __len__(self) -> int:
-        """Return the number of rows in the batch."""
-        return len(self._positions)
-
-    @property
-    def run_seconds(self) -> float:
-        """Seconds spent inside the engine so far."""
-        return self._session.run_seconds
+        return cls(spec, session, TalkerTables.from_dir(folder, spec, thinker_dir))
 
     def embed_prompt(self, prompt: Prompt) -> Float32:
         """Return the prefill rows of a prompt, ``[R, H]``."""
@@ -163,42 +220,6 @@ class Talker:
         """Return projected text tokens, ``[n]`` to ``[n, H]``."""
         distinct, places = np.unique(ids, return_inverse=True)
         return self._tables.project_text(distinct)[places]
-
-    def prefill(self, rows: Sequence[Float32]) -> Float32:
-        """Start a batch of sequences.
-
-        Parameters
-        ----------
-        rows : sequence of ndarray, shape [R_b, H], float32
-            The embedded prompt of each row of the batch.
-
-        Returns
-        -------
-        ndarray, shape [B, H], float32
-            Last hidden state of each row, after the final norm.
-        """
-        lengths = np.array([len(prompt) for prompt in rows])
-        offsets = np.arange(lengths.max())
-        embeds = np.zeros((len(rows), lengths.max(), self.spec.decoder.hidden_size), np.float32)
-        for index, prompt in enumerate(rows):
-            embeds[index, : len(prompt)] = prompt
-        self._session.start(len(rows), int(lengths.max()) + 1)
-        self._session.clear()  # a request that failed may have left a NaN behind the rows of this one
-        hidden = self._session.forward(embeds, np.where(offsets < lengths[:, None], offsets, -1))
-        self._positions = lengths
-        last: Float32 = hidden[np.arange(len(rows)), lengths - 1]
-        return last
-
-    def step(self, embeds: Float32) -> Float32:
-        """Advance every row of the batch by one position, ``[B, H]`` to ``[B, H]``."""
-        hidden = self._session.forward(embeds[:, None], self._positions[:, None])[:, 0].copy()
-        self._positions = self._positions + 1
-        return hidden
-
-    def keep_rows(self, rows: NDArray[np.intp]) -> None:
-        """Keep these rows of the batch and drop the others."""
-        self._session.keep_rows(rows)
-        self._positions = self._positions[rows]
 
     def logits(self, hidden: Float32) -> Float32:
         """Apply the codec head to one hidden state, ``[H]`` to ``[V]``."""
@@ -226,7 +247,7 @@ def processed_logits(
     """
     out = penalised(logits, seen, penalty)
     end = spec.ids.codec_eos_token_id
-    end_logit = out[end] if len(seen) >= MIN_FRAMES else -np.inf
+    end_logit = out[end] if len(seen) >= spec.min_frames else -np.inf
     out[len(out) - SPECIAL_CODES :] = -np.inf
     out[end] = end_logit
     return out
@@ -263,14 +284,16 @@ class TalkerTables:
         self._projection = projection
 
     @classmethod
-    def from_dir(cls, folder: Path, spec: TalkerSpec) -> TalkerTables:
+    def from_dir(cls, folder: Path, spec: TalkerSpec, thinker_dir: Path | None = None) -> TalkerTables:
         """Read the tables and check their shapes against the spec. The text embedding is mapped, not loaded."""
         width, text_width, codes = spec.decoder.hidden_size, spec.text_hidden_size, spec.decoder.vocab_size
-        codec, text = TensorFile(folder / "embedding.safetensors"), TensorFile(folder / "text_embedding.safetensors")
+        codec = TensorFile(folder / "embedding.safetensors")
         codec.check("embedding", (codes, width))
-        text.check("text_embedding", (spec.text_vocab_size, text_width))
         projection = TensorFile(folder / "text_projection.safetensors")
-        shapes = {"linear_fc1": (text_width, text_width), "linear_fc2": (width, text_width)}
+        shapes = {
+            "linear_fc1": (spec.projection_size, text_width),
+            "linear_fc2": (width, spec.projection_size),
+        }
         layers = {}
         for name, shape in shapes.items():
             layers[f"{name}.weight"] = projection.read_weight(f"{name}.weight", shape)
@@ -278,7 +301,7 @@ class TalkerTables:
             layers[f"{name}.bias"] = projection.read(f"{name}.bias")
         return cls(
             codec=codec.rows("embedding"),
-            text=text.rows("text_embedding"),
+            text=_text_table(folder, spec, thinker_dir),
             head=TensorFile(folder / "codec_head.safetensors").read_weight("codec_head.weight", (codes, width)),
             projection=layers,
         )
@@ -291,3 +314,18 @@ class TalkerTables:
             inner /= 1 + np.exp(-inner)
         out: Float32 = inner @ part["linear_fc2.weight"].T + part["linear_fc2.bias"]
         return out
+
+
+def _text_table(folder: Path, spec: TalkerSpec, thinker_dir: Path | None) -> RowTable:
+    """Map the text embedding: the Talker's own, or that of its Thinker."""
+    if thinker_dir is None:
+        file = TensorFile(folder / "text_embedding.safetensors")
+        file.check("text_embedding", (spec.text_vocab_size, spec.text_hidden_size))
+        return file.rows("text_embedding")
+    table = TensorFile(thinker_dir / "embedding.safetensors").rows("embedding")
+    if table.shape[1] != spec.text_hidden_size:
+        raise EngineError(
+            f"{thinker_dir}: embedding has shape {list(table.shape)}, the Talker in {folder} needs rows of "
+            f"thinker_hidden_size {spec.text_hidden_size}"
+        )
+    return table
