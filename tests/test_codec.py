@@ -332,7 +332,7 @@ def test_an_engine_folder_without_its_files(goldens: dict[str, Golden], tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen3_omni_code2wav"}, "model_type is 'qwen3_omni_code2wav'"),
+        ({"model_type": "mimi_code2wav"}, "model_type is 'mimi_code2wav', only qwen3_tts_code2wav and qwen3_omni"),
         ({"samples_per_frame": 960}, "samples_per_frame is 960, only 1920"),
         ({"sample_rate": 0}, "sample_rate is 0"),
         ({"builder_config": {}}, "key max_code_len is missing"),

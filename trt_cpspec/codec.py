@@ -15,7 +15,8 @@ from .config import Section
 from .errors import ConfigError, EngineError
 from .runtime import Runtime, StaticGraph
 
-MODEL_TYPE = "qwen3_tts_code2wav"
+OMNI_TYPE = "qwen3_omni_code2wav"
+MODEL_TYPES = ("qwen3_tts_code2wav", OMNI_TYPE)
 CHUNK_FRAMES = 300
 LEFT_CONTEXT_FRAMES = 25
 """The reference's ``chunked_decode(chunk_size=300, left_context_size=25)``."""
@@ -36,6 +37,11 @@ class CodecConfig:
     samples_per_frame : int
     max_code_len : int
         Frames that one call of the graph takes at most, context included.
+    is_omni : bool
+        It is a Qwen3-Omni's, not a Qwen3-TTS's.
+    samples_trimmed : int
+        Samples that a call is short of ``samples_per_frame`` a frame: the decoder of Qwen3-Omni trims its transposed
+        convolutions on both sides.
     """
 
     num_quantizers: int
@@ -43,11 +49,17 @@ class CodecConfig:
     sample_rate: int
     samples_per_frame: int
     max_code_len: int
+    is_omni: bool = False
+    samples_trimmed: int = 0
 
     @classmethod
     def from_section(cls, section: Section) -> CodecConfig:
         """Read an engine folder's ``config.json``; a missing or contradictory key is a ConfigError that names it."""
-        section.require("model_type", MODEL_TYPE)
+        if section.text("model_type") not in MODEL_TYPES:
+            raise ConfigError(
+                f"{section.where}: model_type is {section.text('model_type')!r}, only {' and '.join(MODEL_TYPES)} are "
+                f"supported"
+            )
         codec = section.section("code2wav_config")
         factors = codec.integers("upsample_rates") + codec.integers("upsampling_ratios")
         section.require("samples_per_frame", math.prod(factors))
@@ -57,6 +69,8 @@ class CodecConfig:
             sample_rate=section.integer("sample_rate", minimum=1),
             samples_per_frame=section.integer("samples_per_frame", minimum=1),
             max_code_len=section.section("builder_config").integer("max_code_len", minimum=1),
+            is_omni=section.text("model_type") == OMNI_TYPE,
+            samples_trimmed=section.integer("samples_trimmed", minimum=0) if section.has("samples_trimmed") else 0,
         )
 
 
@@ -87,7 +101,7 @@ class Code2Wav:
         Raises
         ------
         ConfigError
-            The config is missing, or is none of a Qwen3-TTS codec.
+            The config is missing, or is none of a codec.
         EngineError
             The graph is missing or cannot be loaded.
         """
@@ -123,7 +137,7 @@ class Code2Wav:
 
         Returns
         -------
-        ndarray, shape [F * samples_per_frame], float32
+        ndarray, shape [F * samples_per_frame - chunks * samples_trimmed], float32
             Clipped to [-1, 1]; empty for zero frames.
 
         Raises
@@ -138,16 +152,18 @@ class Code2Wav:
         self._check_chunk(chunk, left_context)
         rate = self.samples_per_frame
         waveform = np.empty(len(frames) * rate, np.float32)
+        written = 0
         for start, stop, context in chunk_spans(len(frames), chunk, left_context):
             samples = self._decode_once(frames[start - context : stop])[context * rate :]
-            np.clip(samples, -1, 1, out=waveform[start * rate : stop * rate])
-        return waveform
+            np.clip(samples, -1, 1, out=waveform[written : written + len(samples)])
+            written += len(samples)
+        return waveform[:written]
 
     def _decode_once(self, frames: NDArray[np.int32]) -> NDArray[np.float32]:
-        """One call of the graph: ``[T, G] int32 -> [T * samples_per_frame] f32``, not clipped."""
+        """One call of the graph: ``[T, G] int32 -> [T * samples_per_frame - samples_trimmed] f32``, not clipped."""
         outputs = self._graph.run({"codes": np.ascontiguousarray(frames.T[None])})
         waveform = outputs["waveform"]
-        expected = (1, 1, len(frames) * self.samples_per_frame)
+        expected = (1, 1, len(frames) * self.samples_per_frame - self.config.samples_trimmed)
         if waveform.shape != expected:
             raise EngineError(
                 f"the codec graph returned a waveform of shape {list(waveform.shape)} for {len(frames)} frame(s), "

@@ -100,17 +100,23 @@ class Speech:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """A request that is known to fit the engine: names resolved, text tokenized, defaults filled in."""
+class Utterance:
+    """Something to speak that is known to fit the engine."""
 
     prompt: Prompt
     sampling: ResolvedSampling
     max_frames: int
+    speaker: str | None
+    language: str = "auto"
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest(Utterance):
+    """A request that is known to fit the engine: names resolved, text tokenized, defaults filled in."""
+
     instruct: str | None
     non_streaming_mode: bool
-    speaker: str | None
-    language: str
-    warnings: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -140,17 +146,16 @@ class StageTimes:
         }
 
 
-class Qwen3TTS:
-    """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
+class SpeechModel:
+    """Talker, CodePredictor and codec: what speaks a prompt, be it a text's or a Thinker's answer's.
 
     Not safe for use from several threads at once.
     """
 
-    def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
+    def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav) -> None:
         self.talker = talker
         self.predictor = predictor
         self.codec = codec
-        self.tokenizer = tokenizer
         self.times = StageTimes()
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
@@ -159,153 +164,17 @@ class Qwen3TTS:
                 f"talker, code_predictor and code2wav come from different checkpoints: they have {groups} code groups, "
                 f"and the first two emit codes below {codebooks}, the codec knows {codec.config.codebook_size}"
             )
-
-    @classmethod
-    def from_engine_dir(
-        cls,
-        engine_dir: Path | str | None = None,
-        *,
-        talker_dir: Path | str | None = None,
-        code2wav_dir: Path | str | None = None,
-        tokenizer_dir: Path | str | None = None,
-        device: str = "auto",
-        threads: int | None = None,
-    ) -> Qwen3TTS:
-        """Load the engines of a checkpoint.
-
-        Parameters
-        ----------
-        engine_dir : path
-            Holds ``talker``, ``code_predictor`` and ``code2wav``.
-        talker_dir : path or None
-            In place of ``engine_dir``: its siblings are the other two.
-        code2wav_dir, tokenizer_dir : path or None
-            None is the sibling ``code2wav``, and the Talker's folder.
-        device : {"auto", "cpu", "cuda"}
-            ``auto`` is CUDA where every folder has a plan and a device is there.
-        threads : int or None
-            Threads of one pass on the CPU; None takes all cores.
-
-        Raises
-        ------
-        ConfigError, EngineError
-            A folder or file is missing, damaged, or does not fit the others.
-        """
-        if (engine_dir is None) == (talker_dir is None):
-            raise ConfigError("give either the engine folder or the talker folder")
-        talker_path = Path(talker_dir) if talker_dir is not None else Path(str(engine_dir)) / "talker"
-        predictor_path = talker_path.parent / "code_predictor"
-        codec_path = Path(code2wav_dir) if code2wav_dir else talker_path.parent / "code2wav"
-        runtime = open_runtime(device, [talker_path, predictor_path, codec_path], threads=threads)
-        return cls(
-            Talker.from_engine_dir(talker_path, runtime=runtime),
-            CodePredictor.from_engine_dir(predictor_path, talker_dir=talker_path, runtime=runtime),
-            Code2Wav.from_engine_dir(codec_path, runtime=runtime),
-            TextTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir else talker_path),
-        )
-
-    @overload
-    def synthesize(self, text: str, **options: Any) -> Speech: ...
-
-    @overload
-    def synthesize(self, text: Sequence[str], **options: Any) -> list[Speech]: ...
-
-    def synthesize(
-        self,
-        text: str | Sequence[str],
-        *,
-        verify_size: int = 0,
-        mode: Mode = "rejection",
-        progress: FrameProgress | None = None,
-        **options: Any,
-    ) -> Speech | list[Speech]:
-        """Speak a text, or a list of texts as batches.
-
-        Parameters
-        ----------
-        text : str or sequence of str
-        verify_size : int
-            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
-        mode : {"rejection", "coupled"}
-        progress : callable or None
-            Called with the number of frames that each step of a batch added.
-        **options
-            Fields of :class:`~trt_cpspec.requests.Request`: ``speaker``, ``language``, ``instruct``, ``seed``,
-            ``non_streaming_mode``, ``max_audio_length`` (frames), ``talker_temperature``, ``subtalker_top_k``, ...
-
-        Returns
-        -------
-        Speech, or a list of them in the order of the texts
-
-        Raises
-        ------
-        ConfigError
-            An option or a text that cannot be used; nothing has been computed then.
-        NumericsError, EngineError
-            The model failed on a request.
-        """
-        texts = [text] if isinstance(text, str) else list(text)
-        requests = [_request(item, options) for item in texts]
-        prepared = [self.prepare(request) for request in requests]
-        window, checked = self.predictor.window(verify_size), checked_mode(mode)
-        speeches: list[Speech] = []
-        for start in range(0, len(prepared), self.max_batch_size):
-            batch = prepared[start : start + self.max_batch_size]
-            for result in self.run_batch(batch, window=window, mode=checked, progress=progress):
-                if isinstance(result, CpSpecError):
-                    raise result
-                speeches.append(result)
-        return speeches[0] if isinstance(text, str) else speeches
+        if talker.spec.is_omni != codec.config.is_omni:
+            raise ConfigError("talker and code2wav come from different checkpoints: one of them is of a Qwen3-Omni")
 
     @property
     def max_batch_size(self) -> int:
         """Rows that one batch may have."""
         return min(self.talker.spec.limits.max_batch_size, self.predictor.spec.limits.max_batch_size)
 
-    def prepare(self, request: Request, *, default_seed: int | None = None) -> PreparedRequest:
-        """Check a request against the checkpoint and the engine, and fill in what it leaves open.
-
-        Parameters
-        ----------
-        request : Request
-        default_seed : int or None
-            For a request without a seed; None draws one.
-
-        Raises
-        ------
-        ConfigError
-            An unknown speaker or language (with suggestions), or a text that does not fit the engine.
-        """
-        spec = self.talker.spec
-        warnings = list(request.warnings)
-        speaker, language = _resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
-        self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
-        if request.instruct is not None:
-            self.tokenizer.check_text(request.instruct, "instruct")
-        instruct_ids = self._instruct_ids(request.instruct, warnings)
-        layout = request.non_streaming_mode if request.non_streaming_mode is not None else True
-        prompt = assemble_prompt(
-            spec,
-            self.tokenizer.assistant_ids(request.text),
-            instruct_ids=instruct_ids,
-            speaker=speaker,
-            language=language,
-            non_streaming_mode=layout,
-        )
-        return PreparedRequest(
-            prompt=prompt,
-            sampling=_resolve_sampling(spec, request, default_seed),
-            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
-            instruct=request.instruct if instruct_ids else None,
-            non_streaming_mode=layout,
-            speaker=speaker,
-            language=language,
-            warnings=tuple(warnings),
-        )
-
     def run_batch(
         self,
-        batch: Sequence[PreparedRequest],
+        batch: Sequence[Utterance],
         *,
         window: Window,
         mode: Mode,
@@ -315,7 +184,7 @@ class Qwen3TTS:
 
         Parameters
         ----------
-        batch : sequence of PreparedRequest
+        batch : sequence of Utterance
             At most :attr:`max_batch_size`.
         window : Window
             From :meth:`CodePredictor.window`.
@@ -426,6 +295,155 @@ class Qwen3TTS:
             warnings=row.request.warnings,
         )
 
+
+class Qwen3TTS(SpeechModel):
+    """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
+
+    Not safe for use from several threads at once.
+    """
+
+    def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
+        super().__init__(talker, predictor, codec)
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_engine_dir(
+        cls,
+        engine_dir: Path | str | None = None,
+        *,
+        talker_dir: Path | str | None = None,
+        code2wav_dir: Path | str | None = None,
+        tokenizer_dir: Path | str | None = None,
+        device: str = "auto",
+        threads: int | None = None,
+    ) -> Qwen3TTS:
+        """Load the engines of a checkpoint.
+
+        Parameters
+        ----------
+        engine_dir : path
+            Holds ``talker``, ``code_predictor`` and ``code2wav``.
+        talker_dir : path or None
+            In place of ``engine_dir``: its siblings are the other two.
+        code2wav_dir, tokenizer_dir : path or None
+            None is the sibling ``code2wav``, and the Talker's folder.
+        device : {"auto", "cpu", "cuda"}
+            ``auto`` is CUDA where every folder has a plan and a device is there.
+        threads : int or None
+            Threads of one pass on the CPU; None takes all cores.
+
+        Raises
+        ------
+        ConfigError, EngineError
+            A folder or file is missing, damaged, or does not fit the others.
+        """
+        if (engine_dir is None) == (talker_dir is None):
+            raise ConfigError("give either the engine folder or the talker folder")
+        talker_path = Path(talker_dir) if talker_dir is not None else Path(str(engine_dir)) / "talker"
+        predictor_path = talker_path.parent / "code_predictor"
+        codec_path = Path(code2wav_dir) if code2wav_dir else talker_path.parent / "code2wav"
+        runtime = open_runtime(device, [talker_path, predictor_path, codec_path], threads=threads)
+        return cls(
+            Talker.from_engine_dir(talker_path, runtime=runtime),
+            CodePredictor.from_engine_dir(predictor_path, talker_dir=talker_path, runtime=runtime),
+            Code2Wav.from_engine_dir(codec_path, runtime=runtime),
+            TextTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir else talker_path),
+        )
+
+    @overload
+    def synthesize(self, text: str, **options: Any) -> Speech: ...
+
+    @overload
+    def synthesize(self, text: Sequence[str], **options: Any) -> list[Speech]: ...
+
+    def synthesize(
+        self,
+        text: str | Sequence[str],
+        *,
+        verify_size: int = 0,
+        mode: Mode = "rejection",
+        progress: FrameProgress | None = None,
+        **options: Any,
+    ) -> Speech | list[Speech]:
+        """Speak a text, or a list of texts as batches.
+
+        Parameters
+        ----------
+        text : str or sequence of str
+        verify_size : int
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
+        mode : {"rejection", "coupled"}
+        progress : callable or None
+            Called with the number of frames that each step of a batch added.
+        **options
+            Fields of :class:`~trt_cpspec.requests.Request`: ``speaker``, ``language``, ``instruct``, ``seed``,
+            ``non_streaming_mode``, ``max_audio_length`` (frames), ``talker_temperature``, ``subtalker_top_k``, ...
+
+        Returns
+        -------
+        Speech, or a list of them in the order of the texts
+
+        Raises
+        ------
+        ConfigError
+            An option or a text that cannot be used; nothing has been computed then.
+        NumericsError, EngineError
+            The model failed on a request.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        requests = [_request(item, options) for item in texts]
+        prepared = [self.prepare(request) for request in requests]
+        window, checked = self.predictor.window(verify_size), checked_mode(mode)
+        speeches: list[Speech] = []
+        for start in range(0, len(prepared), self.max_batch_size):
+            batch = prepared[start : start + self.max_batch_size]
+            for result in self.run_batch(batch, window=window, mode=checked, progress=progress):
+                if isinstance(result, CpSpecError):
+                    raise result
+                speeches.append(result)
+        return speeches[0] if isinstance(text, str) else speeches
+
+    def prepare(self, request: Request, *, default_seed: int | None = None) -> PreparedRequest:
+        """Check a request against the checkpoint and the engine, and fill in what it leaves open.
+
+        Parameters
+        ----------
+        request : Request
+        default_seed : int or None
+            For a request without a seed; None draws one.
+
+        Raises
+        ------
+        ConfigError
+            An unknown speaker or language (with suggestions), or a text that does not fit the engine.
+        """
+        spec = self.talker.spec
+        warnings = list(request.warnings)
+        speaker, language = _resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
+        self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
+        if request.instruct is not None:
+            self.tokenizer.check_text(request.instruct, "instruct")
+        instruct_ids = self._instruct_ids(request.instruct, warnings)
+        layout = request.non_streaming_mode if request.non_streaming_mode is not None else True
+        prompt = assemble_prompt(
+            spec,
+            self.tokenizer.assistant_ids(request.text),
+            instruct_ids=instruct_ids,
+            speaker=speaker,
+            language=language,
+            non_streaming_mode=layout,
+        )
+        return PreparedRequest(
+            prompt=prompt,
+            sampling=_resolve_sampling(spec, request, default_seed),
+            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            instruct=request.instruct if instruct_ids else None,
+            non_streaming_mode=layout,
+            speaker=speaker,
+            language=language,
+            warnings=tuple(warnings),
+        )
+
     def _instruct_ids(self, instruct: str | None, warnings: list[str]) -> list[int]:
         """Tokenize an instruct, or drop it for the small custom voice models, which were not trained for one."""
         spec = self.talker.spec
@@ -444,7 +462,7 @@ class Qwen3TTS:
 class _Row:
     """One request while it is being spoken."""
 
-    request: PreparedRequest
+    request: Utterance
     stats: CpSpecStats
     seen: list[int] = field(default_factory=list)
     frames: list[NDArray[np.int32]] = field(default_factory=list)
