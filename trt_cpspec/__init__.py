@@ -1,4 +1,4 @@
-"""Exact speculative decoding of the CodePredictor in Qwen3-TTS.
+"""Exact speculative decoding of the CodePredictor in Qwen3-TTS and Qwen3-Omni.
 
 Importing the package imports nothing else; each name below loads its module when it is first used.
 """
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .config import SamplingParams, Window
     from .errors import ConfigError, CpSpecError, EngineError, NumericsError
     from .frame import CpSpecStats, FrameResult
+    from .omni import Qwen3Omni, Reply
     from .pipeline import Qwen3TTS, Speech
     from .predictor import CodePredictor
 
@@ -24,7 +25,9 @@ __all__ = [
     "EngineError",
     "FrameResult",
     "NumericsError",
+    "Qwen3Omni",
     "Qwen3TTS",
+    "Reply",
     "SamplingParams",
     "Speech",
     "Window",
@@ -34,6 +37,7 @@ _MODULES = {
     "config": ("SamplingParams", "Window"),
     "errors": ("ConfigError", "CpSpecError", "EngineError", "NumericsError"),
     "frame": ("CpSpecStats", "FrameResult"),
+    "omni": ("Qwen3Omni", "Reply"),
     "pipeline": ("Qwen3TTS", "Speech"),
     "predictor": ("CodePredictor",),
 }

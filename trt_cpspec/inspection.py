@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section, resolve_window
+from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section, is_thinker, resolve_window
 from .errors import ConfigError
 from .tensorfile import TensorFile
 
@@ -14,6 +14,10 @@ _GRAPH = "model.onnx"
 _PLANS = ("llm.engine", "code2wav.engine")
 _HEADS = "lm_heads.safetensors"
 _LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
+_CHECKPOINT = "a checkpoint, no engine; build it with cpspec-build"
+_KINDS = {"thinker": "thinker", "talker": "talker", "code2wav": "codec decoder"}
+_PLACES = {"thinker": "thinker", "talker": "talker", "code2wav": "multimodal/code2wav"}
+"""Where a component of a Qwen3-Omni lies in its engine folder."""
 
 
 def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
@@ -30,6 +34,44 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
     return [_describe(folder, engine_dir) for folder in folders]
+
+
+def check_component(folder: Path, name: str) -> None:
+    """Refuse a folder that is not the engine folder of a component, and say which one may be meant.
+
+    A folder that is missing or damaged otherwise is for its reader to complain of.
+
+    Parameters
+    ----------
+    folder : Path
+    name : {"thinker", "talker", "code2wav"}
+
+    Raises
+    ------
+    ConfigError
+        It holds a checkpoint, another component, or the components themselves.
+    """
+    kind = _folder_kind(folder)
+    if kind == _KINDS[name]:
+        return
+    if kind == _CHECKPOINT:
+        raise ConfigError(
+            f"{folder} is a checkpoint, no engine folder: build it with cpspec-build --checkpointDir {folder} "
+            f"--engineDir ENG, and name ENG/{_PLACES[name]}"
+        )
+    near = [root / place for root in (folder, folder.parent) for place in (name, _PLACES[name])]
+    meant = next((path for path in near if path != folder and _folder_kind(path) == _KINDS[name]), None)
+    if meant is not None:
+        found = f"is the folder of a {kind}" if kind else f"is no {name} folder"
+        raise ConfigError(f"{folder} {found}; did you mean {meant}?")
+
+
+def _folder_kind(folder: Path) -> str | None:
+    try:
+        section = Section.from_file(folder / "config.json")
+    except ConfigError:
+        return None
+    return _kind(section.values.get("model") or section.values.get("model_type"), section)
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -65,7 +107,7 @@ def _object(section: Section, key: str) -> Mapping[str, Any]:
 
 def _kind(model: Any, section: Section) -> str:
     if section.has("architectures"):
-        return "a checkpoint, no engine; build it with cpspec-build"
+        return _CHECKPOINT
     if not isinstance(model, str):
         return "unknown: config.json has neither model nor model_type"
     if model.endswith(CODE_PREDICTOR_SUFFIX):
@@ -73,7 +115,7 @@ def _kind(model: Any, section: Section) -> str:
     for word, kind in (("code2wav", "codec decoder"), ("talker", "talker"), ("encoder", "encoder")):
         if word in model:
             return kind
-    return "other"
+    return "thinker" if is_thinker(model) else "other"
 
 
 def _verify(folder: Path, limits: Mapping[str, Any], found: list[str]) -> dict[str, Any]:

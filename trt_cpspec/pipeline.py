@@ -25,8 +25,9 @@ from .config import (
 )
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
 from .frame import CpSpecStats
+from .inspection import check_component
 from .predictor import CodePredictor
-from .requests import Request
+from .requests import Request, VoiceOptions, make_request
 from .runtime import open_runtime
 from .sampling import PhiloxNoise, Use
 from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
@@ -171,6 +172,10 @@ class SpeechModel:
     def max_batch_size(self) -> int:
         """Rows that one batch may have."""
         return min(self.talker.spec.limits.max_batch_size, self.predictor.spec.limits.max_batch_size)
+
+    def window(self, verify_size: int) -> Window:
+        """Return the verification window of a requested size (see :meth:`CodePredictor.window`)."""
+        return self.predictor.window(verify_size)
 
     def run_batch(
         self,
@@ -340,6 +345,7 @@ class Qwen3TTS(SpeechModel):
         if (engine_dir is None) == (talker_dir is None):
             raise ConfigError("give either the engine folder or the talker folder")
         talker_path = Path(talker_dir) if talker_dir is not None else Path(str(engine_dir)) / "talker"
+        check_component(talker_path, "talker")
         predictor_path = talker_path.parent / "code_predictor"
         codec_path = Path(code2wav_dir) if code2wav_dir else talker_path.parent / "code2wav"
         runtime = open_runtime(device, [talker_path, predictor_path, codec_path], threads=threads)
@@ -391,7 +397,7 @@ class Qwen3TTS(SpeechModel):
             The model failed on a request.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        requests = [_request(item, options) for item in texts]
+        requests = [make_request(item, options) for item in texts]
         prepared = [self.prepare(request) for request in requests]
         window, checked = self.predictor.window(verify_size), checked_mode(mode)
         speeches: list[Speech] = []
@@ -419,7 +425,7 @@ class Qwen3TTS(SpeechModel):
         """
         spec = self.talker.spec
         warnings = list(request.warnings)
-        speaker, language = _resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
+        speaker, language = resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
         self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
         if request.instruct is not None:
             self.tokenizer.check_text(request.instruct, "instruct")
@@ -435,8 +441,8 @@ class Qwen3TTS(SpeechModel):
         )
         return PreparedRequest(
             prompt=prompt,
-            sampling=_resolve_sampling(spec, request, default_seed),
-            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            sampling=resolve_sampling(spec, request, default_seed),
+            max_frames=resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
             instruct=request.instruct if instruct_ids else None,
             non_streaming_mode=layout,
             speaker=speaker,
@@ -491,18 +497,10 @@ class _Row:
         return int(trailing[index]) if index < len(trailing) else spec.ids.tts_pad_token_id
 
 
-def _request(text: str, options: dict[str, Any]) -> Request:
-    allowed = [name for name in Request.__dataclass_fields__ if name not in ("text", "messages", "warnings")]
-    for name in options:
-        if name not in allowed:
-            raise ConfigError(f"unknown option {name!r}; {did_you_mean(name, allowed)}")
-    return Request(text=text, **options)
-
-
-def _resolve_speaker(spec: TalkerSpec, speaker: str | None) -> str | None:
-    """Return a known speaker's lower-case name; without one, a custom voice model takes its first."""
+def resolve_speaker(spec: TalkerSpec, speaker: str | None) -> str | None:
+    """Return a known speaker's lower-case name; without one, a custom voice model or Qwen3-Omni takes its first."""
     if speaker is None:
-        return next(iter(spec.speakers), None) if spec.tts_model_type == "custom_voice" else None
+        return next(iter(spec.speakers), None) if spec.tts_model_type == "custom_voice" or spec.is_omni else None
     if not spec.speakers:
         raise ConfigError(f"speaker {speaker!r}: a {spec.tts_model_type} checkpoint has no speakers; use instruct")
     if speaker.lower() not in spec.speakers:
@@ -519,7 +517,8 @@ def _resolve_language(spec: TalkerSpec, language: str | None) -> str:
     return language.lower()
 
 
-def _resolve_sampling(spec: TalkerSpec, request: Request, default_seed: int | None) -> ResolvedSampling:
+def resolve_sampling(spec: TalkerSpec, request: VoiceOptions, default_seed: int | None) -> ResolvedSampling:
+    """Return what a request is spoken with; without any seed, one is drawn."""
     seed = request.seed if request.seed is not None else default_seed
     return ResolvedSampling(
         talker=with_overrides(
@@ -540,12 +539,26 @@ def _resolve_sampling(spec: TalkerSpec, request: Request, default_seed: int | No
     )
 
 
-def _resolve_max_frames(spec: TalkerSpec, rows: int, asked: int | None, warnings: list[str]) -> int:
+def resolve_max_frames(
+    spec: TalkerSpec,
+    rows: int,
+    asked: int | None,
+    warnings: list[str],
+    *,
+    shorten: str = "shorten the text, give non_streaming_mode false",
+) -> int:
+    """Return how many frames may be spoken behind a prefill of ``rows``; a warning says of a limit of the engine.
+
+    Raises
+    ------
+    ConfigError
+        The prefill does not fit the engine; ``shorten`` is what can be done about it.
+    """
     limits = spec.limits
     if rows > limits.max_input_len:
         raise ConfigError(
-            f"the text takes {rows} rows, the engine's max_input_len is {limits.max_input_len}; shorten the text, give "
-            f"non_streaming_mode false, or build with a larger --maxInputLen"
+            f"the text takes {rows} rows, the engine's max_input_len is {limits.max_input_len}; {shorten}, or build "
+            f"with a larger --maxInputLen"
         )
     room = limits.max_kv_cache_capacity - rows
     if asked is not None and asked > room:

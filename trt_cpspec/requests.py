@@ -210,6 +210,24 @@ class ChatRequest(VoiceOptions):
         _check_fields(self, _CHAT_OPTIONS)
 
 
+def make_request(text: str, options: Mapping[str, Any]) -> Request:
+    """Make a request of keyword arguments; an unknown one is a ConfigError with the closest that are known."""
+    _check_names(options, _OPTIONS)
+    return Request(text=text, **options)
+
+
+def make_chat(messages: list[Any], options: Mapping[str, Any]) -> ChatRequest:
+    """Make a chat of keyword arguments (see :func:`make_request`)."""
+    _check_names(options, _CHAT_OPTIONS)
+    return ChatRequest(messages=messages, **options)
+
+
+def _check_names(options: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    for name in options:
+        if name not in rules:
+            raise ConfigError(f"unknown option {name!r}; {did_you_mean(name, rules)}")
+
+
 def _check_fields(request: VoiceOptions, rules: Mapping[str, Rule]) -> None:
     """Check the options of a request that was made in Python, and put what the rules make of them in place."""
     for name, value in _checked_options({name: getattr(request, name) for name in rules}, "", rules).items():
