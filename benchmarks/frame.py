@@ -24,8 +24,8 @@ from typing import Any
 import click
 import numpy as np
 from synthetic_engine import built, code_predictor_only, spec_of
+from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.engine import choose_backend
-from trt_cpspec.builder.tts import BuildOptions
 
 from trt_cpspec import __version__
 from trt_cpspec.frame import CpSpecStats

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from trt_cpspec.builder.build import ONNX_RUNTIME, BuildOptions
 from trt_cpspec.builder.engine import Backend
 from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
-from trt_cpspec.builder.tts import ONNX_RUNTIME, BuildOptions, TtsBuild
+from trt_cpspec.builder.tts import TtsBuild
 
 
 def spec_of(size: str, agreement: float) -> SyntheticSpec:

@@ -19,8 +19,8 @@ import click
 import numpy as np
 from frame import machine
 from synthetic_engine import built, spec_of
+from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.synthetic import SyntheticSpec
-from trt_cpspec.builder.tts import BuildOptions
 
 from trt_cpspec.config import Section, TalkerSpec
 from trt_cpspec.session import DecoderSession

@@ -1,4 +1,4 @@
-"""Read an official Hugging Face Qwen3-TTS checkpoint: its configs, checked, and its weights, streamed."""
+"""Read an official Hugging Face checkpoint: the configs of Qwen3-TTS, checked, and any weights, streamed."""
 
 from __future__ import annotations
 
@@ -31,39 +31,50 @@ _TEXT_IDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TtsCheckpoint:
-    """What a Qwen3-TTS checkpoint says of itself, checked.
+class SpeechCheckpoint:
+    """What checkpoints that speak say of themselves, checked.
 
     Attributes
     ----------
     folder : Path
-    tts_model_type, tts_model_size : str
     talker, code_predictor : DecoderSpec
     num_code_groups : int
         G.
-    text_hidden_size, text_vocab_size : int
     ids : dict
-        Special codec and text ids, by their names in the engine config.
-    speakers, languages : dict of str to int
-    dialects : dict
-        Speaker to the name of its dialect, or False.
+        Special codec and text ids, by their names in the Talker's engine config.
+    speakers : dict of str to int
     generation : dict
         ``generation_config.json``, or empty where the checkpoint has none.
     """
 
     folder: Path
-    tts_model_type: str
-    tts_model_size: str
     talker: DecoderSpec
     code_predictor: DecoderSpec
     num_code_groups: int
-    text_hidden_size: int
-    text_vocab_size: int
     ids: dict[str, int]
     speakers: dict[str, int]
+    generation: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TtsCheckpoint(SpeechCheckpoint):
+    """What a Qwen3-TTS checkpoint says of itself, checked.
+
+    Attributes
+    ----------
+    tts_model_type, tts_model_size : str
+    text_hidden_size, text_vocab_size : int
+    languages : dict of str to int
+    dialects : dict
+        Speaker to the name of its dialect, or False.
+    """
+
+    tts_model_type: str
+    tts_model_size: str
+    text_hidden_size: int
+    text_vocab_size: int
     languages: dict[str, int]
     dialects: dict[str, Any]
-    generation: dict[str, Any]
 
 
 def read_checkpoint(folder: Path) -> TtsCheckpoint:
@@ -75,19 +86,16 @@ def read_checkpoint(folder: Path) -> TtsCheckpoint:
         No Qwen3-TTS checkpoint, a kind that is not supported, or a key that is missing or contradicts another one.
         The message names the key.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"the checkpoint folder {folder} does not exist")
-    config = Section.from_file(folder / "config.json")
+    config = read_config(folder)
     _check_kind(config)
     talker = config.section("talker_config")
-    predictor = talker.section("code_predictor_config")
-    talker_spec, predictor_spec = _decoder(talker), _decoder(predictor)
-    _check_rope(talker, talker_spec)
-    _check_predictor(talker, predictor, predictor_spec)
+    talker_spec, predictor_spec = read_multimodal_decoder(talker), read_predictor(talker)
     text_vocab = talker.integer("text_vocab_size", minimum=1)
-    ids = _ids(talker, _CODEC_IDS, talker_spec.vocab_size) | _ids(config, _TEXT_IDS, text_vocab)
-    speakers, languages = _id_map(talker, "spk_id", talker_spec), _id_map(talker, "codec_language_id", talker_spec)
-    generation = folder / "generation_config.json"
+    ids = read_ids(talker, _CODEC_IDS, talker_spec.vocab_size) | read_ids(config, _TEXT_IDS, text_vocab)
+    speakers, languages = (
+        read_names(talker, "spk_id", talker_spec),
+        read_names(talker, "codec_language_id", talker_spec),
+    )
     return TtsCheckpoint(
         folder=folder,
         tts_model_type=config.text("tts_model_type"),
@@ -101,8 +109,21 @@ def read_checkpoint(folder: Path) -> TtsCheckpoint:
         speakers=speakers,
         languages=languages,
         dialects=_dialects(talker, speakers, languages),
-        generation=dict(Section.from_file(generation).values) if generation.is_file() else {},
+        generation=read_generation(folder),
     )
+
+
+def read_config(folder: Path) -> Section:
+    """Read a checkpoint's ``config.json``; a ConfigError says where there is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"the checkpoint folder {folder} does not exist")
+    return Section.from_file(folder / "config.json")
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return ``generation_config.json``, or nothing where a checkpoint has none."""
+    path = folder / "generation_config.json"
+    return dict(Section.from_file(path).values) if path.is_file() else {}
 
 
 def _check_kind(config: Section) -> None:
@@ -123,16 +144,20 @@ def _check_kind(config: Section) -> None:
     config.require("tokenizer_type", TOKENIZER_TYPE)
 
 
-def _decoder(section: Section) -> DecoderSpec:
+def _read_decoder(section: Section) -> DecoderSpec:
     section.require("hidden_act", "silu")
     section.require("attention_bias", False)
     section.require("use_sliding_window", False)
     return DecoderSpec.from_section(section)
 
 
-def _check_rope(talker: Section, spec: DecoderSpec) -> None:
-    """Accept the default rotary embedding only; its three axes are equal for speech, so their order is no matter."""
-    scaling = talker.section("rope_scaling")
+def read_multimodal_decoder(section: Section) -> DecoderSpec:
+    """Read the shape of a Talker or Thinker; its rotary embedding must be the default one.
+
+    The three axes of it are equal for speech and text, so their order is no matter.
+    """
+    spec = _read_decoder(section)
+    scaling = section.section("rope_scaling")
     for key in ("rope_type", "type"):
         if scaling.has(key):
             scaling.require(key, "default")
@@ -143,9 +168,13 @@ def _check_rope(talker: Section, spec: DecoderSpec) -> None:
             f"{scaling.where}: mrope_section {list(scaling.integers('mrope_section'))} does not sum to half of "
             f"head_dim {spec.head_dim}"
         )
+    return spec
 
 
-def _check_predictor(talker: Section, predictor: Section, spec: DecoderSpec) -> None:
+def read_predictor(talker: Section) -> DecoderSpec:
+    """Read the shape of the CodePredictor from a ``talker_config``, and check that it fits the Talker."""
+    predictor = talker.section("code_predictor_config")
+    spec = _read_decoder(predictor)
     predictor.require("rope_scaling", None)
     groups = talker.integer("num_code_groups", minimum=2)
     if predictor.integer("num_code_groups") != groups:
@@ -158,9 +187,11 @@ def _check_predictor(talker: Section, predictor: Section, spec: DecoderSpec) -> 
             f"{predictor.where}: layer_types must be 'full_attention' for each of the {spec.num_hidden_layers} "
             f"layers of num_hidden_layers"
         )
+    return spec
 
 
-def _ids(section: Section, names: tuple[str, ...], vocabulary: int) -> dict[str, int]:
+def read_ids(section: Section, names: tuple[str, ...], vocabulary: int) -> dict[str, int]:
+    """Read ids, each of which must be one of a vocabulary."""
     ids = {name: section.integer(name, minimum=0) for name in names}
     for name, value in ids.items():
         if value >= vocabulary:
@@ -168,9 +199,10 @@ def _ids(section: Section, names: tuple[str, ...], vocabulary: int) -> dict[str,
     return ids
 
 
-def _id_map(talker: Section, key: str, spec: DecoderSpec) -> dict[str, int]:
+def read_names(talker: Section, key: str, spec: DecoderSpec) -> dict[str, int]:
+    """Read a map from names, in lower case, to codec ids."""
     section = talker.section(key)
-    values = _ids(section, tuple(section.values), spec.vocab_size)
+    values = read_ids(section, tuple(section.values), spec.vocab_size)
     return {name.lower(): value for name, value in values.items()}
 
 

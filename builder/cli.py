@@ -16,10 +16,14 @@ from trt_cpspec.cli import SEED, PathOption, inspect, progress_bar, reports_erro
 from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError
 
+from .build import BuildOptions
+from .checkpoint import MODEL_TYPE, read_config
 from .demo import run_demo
 from .engine import Backend, EngineOptions, Report, choose_backend
+from .omni import OmniBuild
+from .omni_checkpoint import MODEL_TYPES as OMNI_TYPES
 from .rebuild import RebuildOptions, rebuild
-from .tts import BuildOptions, TtsBuild
+from .tts import TtsBuild
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,12 @@ _REPORT_STEPS = 1000
 
 
 @click.command("cpspec-build", context_settings={"help_option_names": ["--help", "-h"]})
-@click.option("--checkpointDir", "checkpoint_dir", type=PathOption, help="Official Hugging Face Qwen3-TTS checkpoint.")
+@click.option(
+    "--checkpointDir",
+    "checkpoint_dir",
+    type=PathOption,
+    help="Official Hugging Face checkpoint of Qwen3-TTS or Qwen3-Omni.",
+)
 @click.option(
     "--onnxDir",
     "onnx_dir",
@@ -117,7 +126,7 @@ def build(
     no_backup: bool,
     **options: Any,
 ) -> None:
-    """Build the engines of a Qwen3-TTS checkpoint, or the plans of graphs that exist already.
+    """Build the engines of a Qwen3-TTS or Qwen3-Omni checkpoint, or the plans of graphs that exist already.
 
     Engines of an earlier build in the same folder are replaced when the new ones are complete.
     """
@@ -180,7 +189,8 @@ def _check_plan_options(engine: EngineOptions, backend: Backend) -> None:
 def _build_checkpoint(
     checkpoint_dir: Path, engine_dir: Path, choices: BuildOptions, backend: Backend, engine: EngineOptions
 ) -> None:
-    with TtsBuild(checkpoint_dir, engine_dir, choices, backend=backend, engine_options=engine) as run:
+    family = _family_of(checkpoint_dir)
+    with family(checkpoint_dir, engine_dir, choices, backend=backend, engine_options=engine) as run:
         for name, steps, write in run.components:
             with progress_bar(name, steps) as update:
                 write(partial(update, 1))
@@ -188,6 +198,18 @@ def _build_checkpoint(
                 with _reporting(f"{name} plan") as report:
                     run.build_plan(name, report)
         run.commit()
+
+
+def _family_of(checkpoint_dir: Path) -> type[TtsBuild] | type[OmniBuild]:
+    """Say by its ``config.json`` how a checkpoint is built."""
+    config = read_config(checkpoint_dir)
+    model_type = config.values.get("model_type")
+    if model_type == MODEL_TYPE:
+        return TtsBuild
+    if model_type in OMNI_TYPES:
+        return OmniBuild
+    known = ", ".join((MODEL_TYPE, *OMNI_TYPES))
+    raise ConfigError(f"{config.where}: model_type is {model_type!r}; what can be built is one of {known}")
 
 
 def _chosen(name: str | None) -> Backend:

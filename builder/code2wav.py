@@ -1,8 +1,11 @@
-"""The codec decoder, from residual codes to a waveform: the checkpoint's ``speech_tokenizer`` as one portable graph.
+"""The codec decoder, from residual codes to a waveform, as one portable graph.
 
+It is Qwen3-TTS's ``speech_tokenizer`` or Qwen3-Omni's ``code2wav``.
 The graph is FP32 whatever the precision of the decoders (design: the codec is small and its output is heard), and it
 is causal: frame ``t`` of the waveform depends on frames ``<= t`` of the codes. Source of the arithmetic: the
-``qwen_tts`` 0.1.1 package, ``Qwen3TTSTokenizerV2Decoder``.
+``qwen_tts`` 0.1.1 package, ``Qwen3TTSTokenizerV2Decoder``, and ``transformers`` 4.57, ``Qwen3OmniMoeCode2Wav``. The two
+differ in three things: how codes are embedded, what stands around the transformer, and where a transposed convolution
+is cut. Qwen3-Omni cuts it on both sides, so a call gives ``samples_trimmed`` samples less than its frames have.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ from .graph import GraphWriter
 
 TOKENIZER_FOLDER = "speech_tokenizer"
 MODEL_TYPE = "qwen3_tts_code2wav"
+OMNI_MODEL_TYPE = "qwen3_omni_code2wav"
+OMNI_SAMPLE_RATE = 24000
+"""Hertz; no key of a Qwen3-Omni checkpoint says it (reference: its model card's ``soundfile.write``)."""
+
 MIN_CODE_LEN = 1
 OPT_CODE_LEN = 300
 MAX_CODE_LEN = 2000
@@ -44,7 +51,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
-    """Shape of the codec decoder; the field names are the keys of ``speech_tokenizer/config.json``.
+    """Shape of the codec decoder; the field names are the keys of the official config.
 
     Attributes
     ----------
@@ -104,6 +111,14 @@ class CodecSpec:
         return math.prod(self.upsample_rates) * math.prod(self.upsampling_ratios)
 
     @property
+    def samples_trimmed(self) -> int:
+        """Samples that one call loses where transposed convolutions are cut on both sides (Qwen3-Omni)."""
+        lost = 0
+        for rate in self.upsample_rates:  # a stage gives (length - 1) * rate
+            lost = (lost + 1) * rate
+        return lost
+
+    @property
     def progress_steps(self) -> int:
         """How often :func:`write_code2wav` calls ``progress``."""
         return 2 + self.num_hidden_layers + len(self.upsampling_ratios) + len(self.upsample_rates)
@@ -125,8 +140,27 @@ def read_codec_spec(checkpoint_dir: Path) -> CodecSpec:
     top = Section.from_file(checkpoint_dir / TOKENIZER_FOLDER / "config.json")
     top.require("model_type", "qwen3_tts_tokenizer_12hz")
     section = top.section("decoder_config")
+    spec = _spec_of(section, output_sample_rate=top.integer("output_sample_rate", minimum=1))
+    announced = top.integer("decode_upsample_rate", minimum=1)
+    if announced != spec.samples_per_frame:
+        raise ConfigError(
+            f"{top.where}: decode_upsample_rate is {announced}, but upsample_rates {list(spec.upsample_rates)} times "
+            f"upsampling_ratios {list(spec.upsampling_ratios)} is {spec.samples_per_frame}"
+        )
+    return spec
+
+
+def read_omni_codec_spec(section: Section) -> CodecSpec:
+    """Read and check a Qwen3-Omni checkpoint's ``code2wav_config``; errors as of :func:`read_codec_spec`."""
+    hidden, heads = section.integer("hidden_size", minimum=1), section.integer("num_attention_heads", minimum=1)
+    given = {} if section.has("head_dim") else {"head_dim": hidden // heads}
+    return _spec_of(section, output_sample_rate=OMNI_SAMPLE_RATE, latent_dim=hidden, **given)
+
+
+def _spec_of(section: Section, **given: int) -> CodecSpec:
+    """Read a codec's config, but for the fields that are given."""
     _check_supported(section)
-    values: dict[str, Any] = {"output_sample_rate": top.integer("output_sample_rate", minimum=1)}
+    values: dict[str, Any] = dict(given)
     values |= {name: section.integers(name) for name in _TUPLES}
     values |= {name: section.number(name) for name in _FLOATS}
     for field in fields(CodecSpec):
@@ -135,16 +169,9 @@ def read_codec_spec(checkpoint_dir: Path) -> CodecSpec:
             values[field.name] = section.integer(field.name, minimum=minimum)
     section.require("num_key_value_heads", values["num_attention_heads"])
     try:
-        spec = CodecSpec(**values)
+        return CodecSpec(**values)
     except ConfigError as error:
         raise ConfigError(f"{section.where}: {error}") from error
-    announced = top.integer("decode_upsample_rate", minimum=1)
-    if announced != spec.samples_per_frame:
-        raise ConfigError(
-            f"{top.where}: decode_upsample_rate is {announced}, but upsample_rates {list(spec.upsample_rates)} times "
-            f"upsampling_ratios {list(spec.upsampling_ratios)} is {spec.samples_per_frame}"
-        )
-    return spec
 
 
 def _check_supported(section: Section) -> None:
@@ -182,19 +209,50 @@ def write_code2wav(checkpoint_dir: Path, out_dir: Path, progress: Callable[[], N
         The codec's config or weights are missing, damaged or contradict each other.
     """
     spec = read_codec_spec(checkpoint_dir)
+    _write(
+        _Decoder, Weights(checkpoint_dir / TOKENIZER_FOLDER), spec, out_dir, _engine_config(MODEL_TYPE, spec), progress
+    )
+
+
+def write_omni_code2wav(
+    weights: Weights, spec: CodecSpec, out_dir: Path, progress: Callable[[], None] = lambda: None
+) -> None:
+    """Write the codec decoder of a Qwen3-Omni checkpoint, with the files, limits and errors of :func:`write_code2wav`.
+
+    Its waveform has ``T * samples_per_frame - samples_trimmed`` samples.
+
+    Parameters
+    ----------
+    weights : Weights
+        Of the checkpoint.
+    spec : CodecSpec
+    out_dir : Path
+    progress : callable
+    """
+    config = _engine_config(OMNI_MODEL_TYPE, spec) | {"samples_trimmed": spec.samples_trimmed}
+    _write(_OmniDecoder, weights, spec, out_dir, config, progress)
+
+
+def _write(
+    writer: type[_Decoder],
+    weights: Weights,
+    spec: CodecSpec,
+    out_dir: Path,
+    config: dict[str, Any],
+    progress: Callable[[], None],
+) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
-    with GraphWriter(out_dir, MODEL_TYPE) as graph:
-        _Decoder(graph, Weights(checkpoint_dir / TOKENIZER_FOLDER), spec, progress).build()
+    with GraphWriter(out_dir, config["model_type"]) as graph:
+        writer(graph, weights, spec, progress).build()
         graph.save()
-    text = json.dumps(_engine_config(spec), indent=2) + "\n"
-    (out_dir / "config.json").write_text(text, encoding="utf-8")
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _engine_config(spec: CodecSpec) -> dict[str, Any]:
+def _engine_config(model_type: str, spec: CodecSpec) -> dict[str, Any]:
     config = asdict(spec)
     sample_rate = config.pop("output_sample_rate")
     return {
-        "model_type": MODEL_TYPE,
+        "model_type": model_type,
         "precision": "fp32",
         "sample_rate": sample_rate,
         "samples_per_frame": spec.samples_per_frame,
@@ -210,8 +268,12 @@ def _engine_config(spec: CodecSpec) -> dict[str, Any]:
 class _Decoder:
     """Writes the nodes, front to back. Values are ``[B, C, T]`` between convolutions, ``[B, T, C]`` between MatMuls.
 
-    Methods take and return names of values. ``name`` is a tensor's official name without its leading ``decoder.``.
+    Methods take and return names of values. ``name`` is a tensor's official name without its leading :attr:`prefix`.
     """
+
+    prefix = "decoder."
+    cut_left = False
+    """Whether transposed convolutions lose their head as well as their tail."""
 
     def __init__(self, graph: GraphWriter, weights: Weights, spec: CodecSpec, progress: Callable[[], None]) -> None:
         self.graph = graph
@@ -223,10 +285,9 @@ class _Decoder:
         """Write the graph from ``codes`` to ``waveform``."""
         spec = self.spec
         codes = self.graph.input("codes", TensorProto.INT32, ["batch", spec.num_quantizers, "frames"])
-        value = self.swapped(self.quantized(codes))
-        value = self.causal_conv("pre_conv.conv", value, (spec.latent_dim, spec.codebook_dim, 3))
+        value = self.embedded(codes)
         self.progress()
-        value = self.swapped(self.transformer(self.swapped(value), codes))
+        value = self.swapped(self.transformer(value, codes))
         for stage, factor in enumerate(spec.upsampling_ratios):
             value = self.upsampled(f"upsample.{stage}", value, factor)
             self.progress()
@@ -244,6 +305,12 @@ class _Decoder:
 
     # -- codebooks --------------------------------------------------------------------------------------------------
 
+    def embedded(self, codes: str) -> str:
+        """Return what the transformer gets of each frame: ``[B, G, T] int32 -> [B, T, latent_dim]``."""
+        value = self.swapped(self.quantized(codes))
+        value = self.causal_conv("pre_conv.conv", value, (self.spec.latent_dim, self.spec.codebook_dim, 3))
+        return self.swapped(value)
+
     def quantized(self, codes: str) -> str:
         """Sum the codebook rows of each frame: ``[B, G, T] int32 -> [B, T, codebook_dim]``."""
         graph, spec = self.graph, self.spec
@@ -251,10 +318,7 @@ class _Decoder:
         books = self._codebook_names()
         shape = (spec.num_quantizers * spec.codebook_size, width)
         table = graph.weight("codebooks", shape, (self._codebook(book, width) for book in books))
-        # All codebooks are one table, so that one Gather serves a frame: code g looks into rows g * codebook_size + ...
-        offsets = np.arange(spec.num_quantizers, dtype=np.int32) * spec.codebook_size
-        rows = graph.op("Add", codes, graph.constant(offsets.reshape(1, -1, 1)))
-        vectors = graph.op("Gather", table, rows, axis=0)  # [B, G, T, width]
+        vectors = self.looked_up(table, codes)
         first = graph.op("Gather", vectors, graph.constant(0, np.int32), axis=1)
         rest = graph.op("ReduceSum", self.sliced(vectors, 1, 1, spec.num_quantizers), self.axes(1), keepdims=0)
         parts = []
@@ -263,6 +327,13 @@ class _Decoder:
             kernel = self.read(f"{name}.weight", (spec.codebook_dim, width, 1))
             parts.append(self.matmul(name, value, kernel[:, :, 0]))
         return graph.op("Add", *parts)
+
+    def looked_up(self, table: str, codes: str) -> str:
+        """Look each code up in its codebook: ``[B, G, T] int32 -> [B, G, T, width]``."""
+        # All codebooks are one table, so that one Gather serves a frame: code g looks into rows g * codebook_size + ...
+        offsets = np.arange(self.spec.num_quantizers, dtype=np.int32) * self.spec.codebook_size
+        rows = self.graph.op("Add", codes, self.graph.constant(offsets.reshape(1, -1, 1)))
+        return self.graph.op("Gather", table, rows, axis=0)
 
     def _codebook_names(self) -> list[str]:
         rest = (f"quantizer.rvq_rest.vq.layers.{i}._codebook" for i in range(self.spec.num_quantizers - 1))
@@ -281,12 +352,16 @@ class _Decoder:
         """Apply the pre-transformer: ``[B, T, latent_dim] -> [B, T, latent_dim]``."""
         spec, name = self.spec, "pre_transformer"
         value = self.linear(f"{name}.input_proj", value, (spec.hidden_size, spec.latent_dim), bias=True)
-        rotary, mask = self.positional(codes)
-        for layer in range(spec.num_hidden_layers):
-            value = self.transformer_layer(f"{name}.layers.{layer}", value, rotary, mask)
-            self.progress()
-        value = self.rms_norm(f"{name}.norm", value)
+        value = self.transformer_layers(value, codes)
         return self.linear(f"{name}.output_proj", value, (spec.latent_dim, spec.hidden_size), bias=True)
+
+    def transformer_layers(self, value: str, codes: str) -> str:
+        """Apply the layers of the pre-transformer and its norm: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
+        rotary, mask = self.positional(codes)
+        for layer in range(self.spec.num_hidden_layers):
+            value = self.transformer_layer(f"pre_transformer.layers.{layer}", value, rotary, mask)
+            self.progress()
+        return self.rms_norm("pre_transformer.norm", value)
 
     def positional(self, codes: str) -> tuple[tuple[str, str], str]:
         """Return the rotary ``(cos, sin)``, each ``[T, head_dim / 2]``, and the additive mask ``[T, T]``.
@@ -422,11 +497,11 @@ class _Decoder:
         return self.graph.op("Conv", value, kernel, bias, pads=pads, **attributes, **kwargs)
 
     def causal_transposed(self, name: str, value: str, shape: tuple[int, int, int], rate: int) -> str:
-        """Stretch time by ``rate`` exactly: the transposed convolution's tail is cut on the right only."""
+        """Stretch time by ``rate``, exactly where the transposed convolution's overhang is cut on the right only."""
         kernel, bias = self.stored(f"{name}.weight", shape), self.stored(f"{name}.bias", (shape[1],))
         value = self.graph.op("ConvTranspose", value, kernel, bias, kernel_shape=[shape[2]], strides=[rate])
         tail = shape[2] - rate
-        return self.sliced(value, 2, 0, -tail) if tail else value
+        return self.sliced(value, 2, tail if self.cut_left else 0, -tail) if tail else value
 
     def linear(
         self, name: str, value: str, shape: tuple[int, int], *, bias: bool = False, scale: Array | None = None
@@ -448,11 +523,11 @@ class _Decoder:
 
     def read(self, name: str, shape: tuple[int, ...]) -> Array:
         """Read a tensor of the codec decoder."""
-        return self.weights.read(f"decoder.{name}", shape)
+        return self.weights.read(f"{self.prefix}{name}", shape)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> str:
         """Stream a tensor into the graph as it is."""
-        return self.graph.weight(name, shape, self.weights.chunks(f"decoder.{name}", shape))
+        return self.graph.weight(name, shape, self.weights.chunks(f"{self.prefix}{name}", shape))
 
     def swapped(self, value: str) -> str:
         """Swap the last two axes of three."""
@@ -470,6 +545,23 @@ class _Decoder:
     def number(self, value: float) -> str:
         """Return a scalar float32 constant."""
         return self.graph.constant(value, np.float32)
+
+
+class _OmniDecoder(_Decoder):
+    """The decoder of Qwen3-Omni: codes are embedded, not dequantised, and the transformer has their width."""
+
+    prefix = "code2wav."
+    cut_left = True
+
+    def embedded(self, codes: str) -> str:
+        """Average the embeddings of a frame's codes: ``[B, G, T] int32 -> [B, T, hidden_size]``."""
+        spec = self.spec
+        table = self.stored("code_embedding.weight", (spec.num_quantizers * spec.codebook_size, spec.hidden_size))
+        return self.graph.op("ReduceMean", self.looked_up(table, codes), axes=[1], keepdims=0)
+
+    def transformer(self, value: str, codes: str) -> str:
+        """Apply the pre-transformer: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
+        return self.transformer_layers(value, codes)
 
 
 def rotary_tables(spec: CodecSpec) -> tuple[Array, Array]:

@@ -1,13 +1,15 @@
-"""The portable decoder graph: one transformer with its KV cache, for the Talker and for the CodePredictor.
+"""The portable decoder graph: one transformer with its KV cache, for Thinker, Talker and CodePredictor.
 
 Inputs ``inputs_embeds [B, T, H]`` float32, ``positions [B, T]`` int32, ``past_key_i`` / ``past_value_i``
 ``[B, kvHeads, S, headDim]`` float32; outputs ``hidden_states [B, T, H]`` float32 (after the final norm, every row)
 and ``present_key_i`` / ``present_value_i`` of the same shape as the past, meant to be bound to the same address.
 Row ``t`` writes slot ``positions[b, t]`` and reads the slots up to it, so a rewind is nothing but smaller positions.
+A Thinker also gives ``accept_hidden_states [B, T, H]`` float32, the residual stream behind one of its layers.
 
-The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head, rotary embedding (for speech the
-three axes of the Talker's multimodal rotary embedding are equal, so it is the plain one), grouped-query attention,
-SwiGLU.
+The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head, rotary embedding, grouped-query
+attention, SwiGLU or a mixture of experts (:mod:`.moe`). The multimodal rotary embedding of Thinker and Talker turns
+each pair of channels by one of three positions; for text and speech the three are equal, so it is the plain one, and
+``positions`` serves as slot and as angle. Only :meth:`_LayerWriter._write_rotary` knows the angles.
 
 Types: a strongly typed TensorRT network computes each node in the types written here. The residual
 stream, norms, rotary angles, softmax, ``silu(gate) * up`` and the ``down_proj`` product are FP32; the other products
@@ -21,13 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from trt_cpspec.config import DecoderSpec
 
 from .checkpoint import Weights
-from .graph import ELEMENT, GraphWriter, transposed
+from .graph import ELEMENT, GraphWriter
+from .linear import Products
+from .moe import MoeSpec, MoeWriter
 
 MASKED = np.float32(-1e30)
 """Added to the score of a slot that a row must not see."""
@@ -42,6 +45,9 @@ def write_decoder(
     dtype: str,
     narrow: bool = False,
     cache_dtype: str = "F32",
+    moe: MoeSpec | None = None,
+    gathered_rows: int = 1,
+    accept_hidden_layer: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the nodes and weights of a decoder.
@@ -52,44 +58,46 @@ def write_decoder(
     spec : DecoderSpec
     weights : Weights
     prefix : str
-        Of the tensor names: ``talker.model`` or ``talker.code_predictor.model``.
+        Of the tensor names: ``thinker.model``, ``talker.model`` or ``talker.code_predictor.model``.
     dtype : str
         ``F32``, ``F16`` or ``BF16``: the type in which weights are stored.
     narrow : bool
         Compute the products with them in that type too, but for ``down_proj``: for TensorRT.
     cache_dtype : str
         The same for the KV cache: the type of its inputs and outputs.
+    moe : MoeSpec or None
+        The mixture that stands in every layer; None is one MLP.
+    gathered_rows : int
+        Up to how many rows of a pass a mixture gathers its experts.
+    accept_hidden_layer : int or None
+        After how many layers ``accept_hidden_states`` is taken; None is no such output.
     progress : callable
         Called after each layer.
     """
-    layer_writer = _LayerWriter(graph, spec, weights, prefix, dtype, cache_dtype, narrow=narrow)
-    hidden = graph.input("inputs_embeds", TensorProto.FLOAT, ["batch", "length", spec.hidden_size])
+    products = Products(graph, weights, dtype, narrow=narrow)
+    experts = None if moe is None else MoeWriter(products, moe, spec.hidden_size, gathered_rows)
+    layer_writer = _LayerWriter(products, spec, prefix, cache_dtype, experts)
+    shape: list[int | str] = ["batch", "length", spec.hidden_size]
+    hidden = graph.input("inputs_embeds", TensorProto.FLOAT, shape)
     for index in range(spec.num_hidden_layers):
         hidden = layer_writer.layer(index, hidden)
+        if index + 1 == accept_hidden_layer:
+            graph.output(hidden, "accept_hidden_states", TensorProto.FLOAT, shape)
         progress()
     layer_writer.norm(hidden, f"{prefix}.norm.weight", spec.hidden_size, output="hidden_states")
-    graph.rename_output("hidden_states", TensorProto.FLOAT, ["batch", "length", spec.hidden_size])
+    graph.rename_output("hidden_states", TensorProto.FLOAT, shape)
 
 
 class _LayerWriter:
-    """What the layers share: position-dependent values, and how a linear layer is written."""
+    """What the layers share: position-dependent values, and how products and mixtures are written."""
 
     def __init__(
-        self,
-        graph: GraphWriter,
-        spec: DecoderSpec,
-        weights: Weights,
-        prefix: str,
-        dtype: str,
-        cache_dtype: str,
-        *,
-        narrow: bool,
+        self, products: Products, spec: DecoderSpec, prefix: str, cache_dtype: str, experts: MoeWriter | None
     ) -> None:
-        self.graph, self.spec, self.weights, self.prefix, self.dtype = graph, spec, weights, prefix, dtype
-        self.product_element = ELEMENT[dtype] if narrow else TensorProto.FLOAT
-        self.element, self.cache_element = ELEMENT[dtype], ELEMENT[cache_dtype]
-        self._types: dict[str, int] = {}  # of the values that are not FP32
-        self._casts: dict[tuple[str, int], str] = {}
+        self.products, self.graph, self.weights = products, products.graph, products.weights
+        self.spec, self.prefix, self._experts = spec, prefix, experts
+        graph = self.graph
+        self.cache_element = ELEMENT[cache_dtype]
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.cache_shape: list[int | str] = ["batch", spec.num_key_value_heads, "slots", spec.head_dim]
         positions = graph.input("positions", TensorProto.INT32, ["batch", "length"])
@@ -104,7 +112,10 @@ class _LayerWriter:
         normed = self.norm(hidden, f"{name}.input_layernorm.weight", self.spec.hidden_size)
         hidden = self.graph.op("Add", hidden, self._attention(index, f"{name}.self_attn", normed))
         normed = self.norm(hidden, f"{name}.post_attention_layernorm.weight", self.spec.hidden_size)
-        return self.graph.op("Add", hidden, self._mlp(f"{name}.mlp", normed))
+        if self._experts is not None:
+            return self.graph.op("Add", hidden, self._experts.layer(f"{name}.mlp", normed))
+        sizes = self.spec.hidden_size, self.spec.intermediate_size
+        return self.graph.op("Add", hidden, self.products.gated_mlp(normed, f"{name}.mlp", *sizes))
 
     def norm(self, hidden: str, name: str, width: int, output: str | None = None) -> str:
         """Write an RMSNorm over the last axis, in the form that ONNX Runtime fuses into one node."""
@@ -117,34 +128,6 @@ class _LayerWriter:
         mean = graph.op("ReduceMean", square, axes=[-1], keepdims=1)
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(self.spec.rms_norm_eps, np.float32)))
         return graph.op("Div", value, root)
-
-    def _linear(self, value: str, names: list[str], widths: list[int], inner: int, *, wide: bool = False) -> str:
-        """Write one product with several ``[out, in]`` weights side by side; ``wide`` computes it in FP32."""
-
-        def blocks() -> NDArray[np.float32]:
-            parts = [self.weights.read(name, (width, inner)) for name, width in zip(names, widths, strict=True)]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-        label = "+".join([names[0], *(name.rsplit(".", 2)[1] for name in names[1:])])
-        stored = self._typed(
-            self.graph.weight(label, [inner, sum(widths)], transposed(blocks), self.dtype), self.element
-        )
-        element = TensorProto.FLOAT if wide else self.product_element
-        product = self.graph.op("MatMul", self._cast(value, element), self._cast(stored, element))
-        return self._cast(self._typed(product, element), TensorProto.FLOAT)
-
-    def _typed(self, value: str, element: int) -> str:
-        """Note the type of a value."""
-        self._types[value] = element
-        return value
-
-    def _cast(self, value: str, element: int) -> str:
-        """Return the value in a float type; each value is cast to it once."""
-        if self._types.get(value, TensorProto.FLOAT) == element:
-            return value
-        if (value, element) not in self._casts:
-            self._casts[value, element] = self._typed(self.graph.op("Cast", value, to=element), element)
-        return self._casts[value, element]
 
     def _write_rotary(self, positions: str) -> None:
         graph, half = self.graph, self.spec.head_dim // 2
@@ -173,25 +156,29 @@ class _LayerWriter:
         folded = graph.op(
             "Reshape", queries, graph.constant([0, spec.num_key_value_heads, -1, spec.head_dim], np.int64)
         )
-        folded = self._cast(folded, self.cache_element)
+        folded = self.products.cast(folded, self.cache_element)
         scores = graph.op("MatMul", folded, graph.op("Transpose", keys, perm=[0, 1, 3, 2]))
-        scores = self._cast(self._typed(scores, self.cache_element), TensorProto.FLOAT)
+        scores = self.products.cast(self.products.typed(scores, self.cache_element), TensorProto.FLOAT)
         shares = graph.op("Softmax", graph.op("Add", scores, self._mask_of(keys)), axis=-1)
-        mixed = graph.op("MatMul", self._cast(shares, self.cache_element), values)
+        mixed = graph.op("MatMul", self.products.cast(shares, self.cache_element), values)
         unfolded = graph.op(
             "Reshape", mixed, graph.constant([0, spec.num_attention_heads, -1, spec.head_dim], np.int64)
         )
         rows = graph.op("Transpose", unfolded, perm=[0, 2, 1, 3])
         width = spec.num_attention_heads * spec.head_dim
-        flat = self._typed(graph.op("Reshape", rows, graph.constant([0, 0, width], np.int64)), self.cache_element)
-        return self._linear(flat, [f"{name}.o_proj.weight"], [spec.hidden_size], width)
+        flat = self.products.typed(
+            graph.op("Reshape", rows, graph.constant([0, 0, width], np.int64)), self.cache_element
+        )
+        return self.products.linear(flat, [f"{name}.o_proj.weight"], [spec.hidden_size], width)
 
     def _query_key_value(self, name: str, hidden: str) -> tuple[str, str, str]:
         """Return queries (scaled) and keys, normed and rotated, and values, each ``[B, heads, T, headDim]``."""
         graph, spec = self.graph, self.spec
         heads, kv_heads, size = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         names = [f"{name}.{part}_proj.weight" for part in "qkv"]
-        product = self._linear(hidden, names, [heads * size, kv_heads * size, kv_heads * size], spec.hidden_size)
+        product = self.products.linear(
+            hidden, names, [heads * size, kv_heads * size, kv_heads * size], spec.hidden_size
+        )
         split = graph.op("Reshape", product, graph.constant([0, 0, heads + 2 * kv_heads, size], np.int64))
         by_head = graph.op("Transpose", split, perm=[0, 2, 1, 3])
         sizes = graph.constant([heads + kv_heads, kv_heads], np.int64)
@@ -212,14 +199,14 @@ class _LayerWriter:
     def _cached(self, kind: str, index: int, rows: str) -> str:
         """Write the rows ``[B, kv, T, headDim]`` into their slots and return the whole cache."""
         past = self.graph.input(f"past_{kind}_{index}", self.cache_element, self.cache_shape)
-        rows = self._cast(rows, self.cache_element)
+        rows = self.products.cast(rows, self.cache_element)
         if self._slots is None:
             column = self.graph.op("Unsqueeze", self._positions, self.graph.constant([1, 3], np.int64))
             self._slots = self.graph.op("Expand", column, self.graph.op("Shape", rows))
         name = f"present_{kind}_{index}"
         self.graph.op("ScatterElements", past, self._slots, rows, output=name, axis=2)
         self.graph.rename_output(name, self.cache_element, self.cache_shape)
-        return self._typed(name, self.cache_element)
+        return self.products.typed(name, self.cache_element)
 
     def _mask_of(self, cache: str) -> str:
         """Return the additive mask ``[B, 1, group * T, S]``: 0 up to the row's own slot, else a large negative."""
@@ -233,10 +220,3 @@ class _LayerWriter:
             mask = graph.op("Where", hidden, graph.constant(MASKED), graph.constant(0, np.float32))
             self._mask = graph.op("Concat", *([mask] * self.group), axis=2) if self.group > 1 else mask
         return self._mask
-
-    def _mlp(self, name: str, hidden: str) -> str:
-        graph, spec = self.graph, self.spec
-        names, inner = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"], spec.intermediate_size
-        gate, up = graph.op_n("Split", [self._linear(hidden, names, [inner, inner], spec.hidden_size)], 2, axis=-1)
-        activated = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-        return self._linear(activated, [f"{name}.down_proj.weight"], [spec.hidden_size], inner, wide=True)

@@ -16,8 +16,9 @@ from trt_cpspec.outputs import check_folder, write_wav
 from trt_cpspec.pipeline import Qwen3TTS, Speech
 from trt_cpspec.text import check_text
 
+from .build import BuildOptions
 from .synthetic import SyntheticSpec, write_checkpoint
-from .tts import BuildOptions, TtsBuild
+from .tts import TtsBuild
 
 MAX_FRAMES = 60
 _MARKER = "cpspec_demo.txt"
