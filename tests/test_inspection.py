@@ -150,7 +150,7 @@ def test_a_plan_of_our_own_needs_no_graph(engines: Path, tmp_path: Path) -> None
     ("model", "kind"),
     [
         ({"model": "qwen3_omni_moe_talker_text"}, "talker"),
-        ({"model": "qwen3_omni_moe_text"}, "other"),
+        ({"model": "qwen3_omni_moe_text"}, "thinker"),
         ({"model_type": "qwen3_omni_code2wav"}, "codec decoder"),
         ({"model_type": "qwen3_tts_speaker_encoder"}, "encoder"),
         ({"model": "qwen3_tts_Code_predictor"}, "other"),  # the suffix rule knows upper from lower case

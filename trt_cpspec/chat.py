@@ -107,8 +107,8 @@ def system_prompt(rendered: str) -> str:
     """Return the system segment that a rendered prompt begins with, or nothing."""
     if not rendered.startswith(SYSTEM_START):
         return ""
-    end = rendered.find(SEGMENT_START, len(SYSTEM_START))
-    return rendered[:end]
+    content, _, _ = rendered[len(SYSTEM_START) :].partition(SEGMENT_START)
+    return SYSTEM_START + content
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

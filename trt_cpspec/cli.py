@@ -1,4 +1,4 @@
-"""The command lines of the runtime: ``qwen3_tts_inference`` and ``inspect``."""
+"""The command lines of the runtime: ``qwen3_tts_inference``, ``llm_inference`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
@@ -17,7 +18,11 @@ from . import outputs
 from .config import MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
 from .errors import ConfigError, CpSpecError
 from .inspection import describe_engine_dir, format_description
-from .requests import Request, RequestFile, read_request_file
+from .requests import ChatRequest, Request, RequestFile, make_chat, read_chat_file, read_request_file
+
+if TYPE_CHECKING:
+    from .omni import Qwen3Omni
+    from .pipeline import Qwen3TTS
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +63,13 @@ class RunError(UserError):
     exit_code = EXIT_FAILED_REQUEST
 
 
-def refused(name: str, sentence: str) -> Callable[[F], F]:
+def refused(name: str, sentence: str, *, is_flag: bool = False) -> Callable[[F], F]:
     """Declare an option that is known and not supported yet; the help does not show it."""
 
     def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
             raise UserError(f"{name}: {sentence}")
 
-    is_flag = name == "--streaming"
     return click.option(
         name, callback=refuse, expose_value=False, is_flag=is_flag, default=False if is_flag else None, hidden=True
     )
@@ -121,6 +125,79 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
         yield update
 
 
+def run_options(files: str) -> Callable[[F], F]:
+    """Declare the options of a run that both inference commands have; ``files`` says what a run writes."""
+    options = (
+        click.option(
+            "--outputFile", "output_file", type=PathOption, help="Responses, as JSON. [default: standard output]"
+        ),
+        click.option(
+            "--outputAudioDir",
+            "audio_dir",
+            type=PathOption,
+            default=Path("audio"),
+            show_default=True,
+            help=f"Receives {files}.",
+        ),
+        click.option(
+            "--batchSize",
+            "batch_size",
+            metavar="N",
+            type=click.IntRange(min=1),
+            help="Requests spoken at once. [default: the input file's, or 1]",
+        ),
+        click.option(
+            "--cpSpecVerifySize",
+            "verify_size",
+            metavar="N",
+            type=int,
+            callback=_verify_size,
+            default=0,
+            show_default=True,
+            help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass.",
+        ),
+        click.option(
+            "--cpSpecMode",
+            "mode",
+            type=click.Choice(MODES),
+            default="rejection",
+            show_default=True,
+            help="rejection: most codes a round. coupled: the very codes of --cpSpecVerifySize 0.",
+        ),
+        click.option(
+            "--seed",
+            metavar="N",
+            type=SEED,
+            help="From 0 to 2**64 - 1, for every request that brings none. [default: drawn, and reported]",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(["auto", "cpu", "cuda"]),
+            default="auto",
+            show_default=True,
+            help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
+        ),
+        click.option(
+            "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]"
+        ),
+        click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too."),
+        click.option(
+            "--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage, under 'profile'."
+        ),
+        click.option(
+            "--profileOutputFile", "profile_file", type=PathOption, help="Write the time of each stage, as JSON."
+        ),
+        click.option("--debug", is_flag=True, help="Log everything, and say of an error where it was raised."),
+    )
+
+    def declare(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return declare
+
+
 @click.command("qwen3_tts_inference", context_settings={"help_option_names": ["--help", "-h"]})
 @click.option(
     "--talkerEngineDir",
@@ -146,60 +223,9 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
 @click.option("--speaker", help="With --text: a speaker of the checkpoint.")
 @click.option("--language", help="With --text: a language, or auto.")
 @click.option("--instruct", help="With --text: how to speak it.")
-@click.option("--outputFile", "output_file", type=PathOption, help="Responses, as JSON. [default: standard output]")
-@click.option(
-    "--outputAudioDir",
-    "audio_dir",
-    type=PathOption,
-    default=Path("audio"),
-    show_default=True,
-    help="Receives audio_req{N}.wav and rvq_req{N}.safetensors of request N.",
-)
-@click.option(
-    "--batchSize",
-    "batch_size",
-    metavar="N",
-    type=click.IntRange(min=1),
-    help="Requests spoken at once. [default: the input file's, or 1]",
-)
-@click.option(
-    "--cpSpecVerifySize",
-    "verify_size",
-    metavar="N",
-    type=int,
-    callback=_verify_size,
-    default=0,
-    show_default=True,
-    help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass.",
-)
-@click.option(
-    "--cpSpecMode",
-    "mode",
-    type=click.Choice(MODES),
-    default="rejection",
-    show_default=True,
-    help="rejection: most codes a round. coupled: the very codes of --cpSpecVerifySize 0.",
-)
-@click.option(
-    "--seed",
-    metavar="N",
-    type=SEED,
-    help="From 0 to 2**64 - 1, for every request that brings none. [default: drawn, and reported]",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
-)
-@click.option("--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
-@click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too.")
-@click.option("--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage, under 'profile'.")
-@click.option("--profileOutputFile", "profile_file", type=PathOption, help="Write the time of each stage, as JSON.")
-@click.option("--debug", is_flag=True, help="Log everything, and say of an error where it was raised.")
+@run_options("audio_req{N}.wav and rvq_req{N}.safetensors of request N")
 @refused("--cloneEncoderDir", "voice clone needs the clone encoders, which are not supported yet")
-@refused("--streaming", "audio is written when it is complete; streaming is not supported yet")
+@refused("--streaming", "audio is written when it is complete; streaming is not supported yet", is_flag=True)
 @refused("--chunkFrames", "it belongs to --streaming, which is not supported yet")
 @reports_errors
 def tts(**options: Any) -> None:
@@ -216,23 +242,12 @@ def tts(**options: Any) -> None:
     requests = _read_requests(options)
     outputs.check_folder(options["audio_dir"])
     _check_files(options)
-    responses, profile = _speak(requests, options)
-    document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
-    try:
-        if options["output_file"] is not None:
-            outputs.write_json(options["output_file"], document)
-        if options["profile_file"] is not None:
-            outputs.write_json(options["profile_file"], profile)
-    except (CpSpecError, OSError) as error:
-        print_json(document)  # what was spoken must not be lost with the file
-        raise RunError(str(error)) from error
-    printed = document if options["output_file"] is None or options["dump_output"] else {}
-    if options["dump_profile"]:
-        printed = printed | {"profile": profile}
-    if printed:
-        print_json(printed)
-    if any(response["output_text"] == outputs.FAILED for response in responses):
-        raise SystemExit(EXIT_FAILED_REQUEST)
+    model = _open_tts(options)
+
+    def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
+        return outputs.write_response(options["audio_dir"], index, *parts)
+
+    _report(_run(model, requests, write, options), options)
 
 
 def _check_files(options: dict[str, Any]) -> None:
@@ -260,21 +275,32 @@ def _read_requests(options: dict[str, Any]) -> RequestFile[Request]:
     return read_request_file(path)
 
 
-def _speak(requests: RequestFile[Request], options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Load the engines, check every request, then speak them batch by batch; return responses and profile."""
+def _open_tts(options: dict[str, Any]) -> Qwen3TTS:
     from .pipeline import Qwen3TTS  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
 
-    model = Qwen3TTS.from_engine_dir(
+    return Qwen3TTS.from_engine_dir(
         talker_dir=options["talker_dir"],
         code2wav_dir=options["code2wav_dir"],
         tokenizer_dir=options["tokenizer_dir"] or options["checkpoint_dir"],
         device=options["device"],
         threads=options["threads"],
     )
+
+
+def _run(
+    model: Qwen3TTS | Qwen3Omni,
+    requests: RequestFile[Any],
+    write: Callable[..., dict[str, Any]],
+    options: dict[str, Any],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Check every request, then run them batch by batch; return responses and profile.
+
+    ``write(index, batch_size, request, prepared, result)`` writes the files of a request and returns its response.
+    """
     batch_size = options["batch_size"] or requests.batch_size
     if batch_size > model.max_batch_size:
         raise ConfigError(f"a batch size of {batch_size} exceeds the engine's max_batch_size {model.max_batch_size}")
-    prepared = []
+    prepared: list[Any] = []
     for index, request in enumerate(requests.requests):
         place = f"{options['input_file']}: requests[{index}]: " if options["input_file"] is not None else ""
         try:
@@ -284,7 +310,7 @@ def _speak(requests: RequestFile[Request], options: dict[str, Any]) -> tuple[lis
         for warning in prepared[-1].warnings:
             logger.warning("%s%s", place, warning)
     mode: Mode = options["mode"]
-    window = model.predictor.window(options["verify_size"])
+    window = model.window(options["verify_size"])
     responses: list[dict[str, Any]] = []
     frames = 0
     with progress_bar("speaking", len(prepared)) as update:
@@ -298,19 +324,40 @@ def _speak(requests: RequestFile[Request], options: dict[str, Any]) -> tuple[lis
             batch = prepared[start : start + batch_size]
             results = model.run_batch(batch, window=window, mode=mode, progress=count)
             for index, result in enumerate(results, start):
-                response = outputs.write_response(
-                    options["audio_dir"], index, requests.requests[index], prepared[index], result
-                )
+                response = write(index, batch_size, requests.requests[index], prepared[index], result)
                 responses.append(response)
                 if response["output_text"] == outputs.FAILED:
                     logger.error("requests[%d] failed: %s", index, response["error"])
+                for warning in response["warnings"][len(prepared[index].warnings) :]:
+                    logger.warning("requests[%d]: %s", index, warning)
             update(len(batch), f"{frames} frames")
     return responses, _profile(model.times.as_profile(), responses)
 
 
+def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[str, Any]) -> None:
+    """Write and print what a run gave, and exit with 1 when a request failed."""
+    responses, profile = outcome
+    document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
+    try:
+        if options["output_file"] is not None:
+            outputs.write_json(options["output_file"], document)
+        if options["profile_file"] is not None:
+            outputs.write_json(options["profile_file"], profile)
+    except (CpSpecError, OSError) as error:
+        print_json(document)  # what was spoken must not be lost with the file
+        raise RunError(str(error)) from error
+    printed = document if options["output_file"] is None or options["dump_output"] else {}
+    if options["dump_profile"]:
+        printed = printed | {"profile": profile}
+    if printed:
+        print_json(printed)
+    if any(response["output_text"] == outputs.FAILED for response in responses):
+        raise SystemExit(EXIT_FAILED_REQUEST)
+
+
 def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[str, Any]:
     """Add the totals of a run to the times of its stages. ``real_time_factor`` above 1 is faster than real time."""
-    spoken = [response for response in responses if response["output_text"] != outputs.FAILED]
+    spoken = [response for response in responses if "cp_spec" in response]
     total = {stage["stage_id"]: stage["total_time_ms"] for stage in profile["stages"]}
     spent_ms = sum(total.values())
     return {
@@ -319,9 +366,133 @@ def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[s
             "total_audio_outputs": len(spoken),
             "total_audio_codes": sum(response["cp_spec"]["frames"] for response in spoken),
         },
-        "real_time_factor": sum(r["audio_duration_ms"] for r in spoken) / spent_ms if spent_ms else None,
+        "real_time_factor": sum(r["audio_duration_ms"] for r in spoken) / spent_ms if spoken and spent_ms else None,
         **profile,
     }
+
+
+@click.command("llm_inference", context_settings={"help_option_names": ["--help", "-h"]})
+@click.option("--engineDir", "engine_dir", required=True, type=PathOption, help="Folder of the Thinker's engine.")
+@click.option(
+    "--multimodalEngineDir",
+    "multimodal_dir",
+    type=PathOption,
+    help="Holds code2wav. [default: multimodal beside the Talker's folder]",
+)
+@click.option("--enableAudioOutput", "audio", is_flag=True, help="Speak the answers; needs --talkerEngineDir.")
+@click.option(
+    "--talkerEngineDir",
+    "talker_dir",
+    type=PathOption,
+    help="Folder of the Talker's engine; code_predictor is its sibling.",
+)
+@click.option(
+    "--code2wavEngineDir",
+    "code2wav_dir",
+    type=PathOption,
+    help="Folder of the codec. [default: code2wav in --multimodalEngineDir]",
+)
+@click.option(
+    "--checkpointDir",
+    "checkpoint_dir",
+    type=PathOption,
+    help="Take tokenizer and chat template from this checkpoint. [default: the Thinker's folder]",
+)
+@click.option("--inputFile", "input_file", type=PathOption, help="Requests, as JSON.")
+@click.option("--text", help="Answer this text instead of an input file.")
+@click.option("--speaker", help="With --text: a speaker of the checkpoint.")
+@click.option(
+    "--maxGenerateLength",
+    "max_generate_length",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Tokens of an answer. [default: each request's, or 256]",
+)
+@run_options("audio_req{I}_batch{B}.wav and rvq_req{I}_batch{B}.safetensors of place B in batch I")
+@refused(
+    "--enableThinkerTalkerStreaming",
+    "audio is written when it is complete; streaming is not supported yet",
+    is_flag=True,
+)
+@refused(
+    "--specDecode",
+    "speculative decoding of the Thinker is not supported; --cpSpecVerifySize is the CodePredictor's",
+    is_flag=True,
+)
+@refused("--numLogprobs", "log probabilities are not supported yet")
+@reports_errors
+def llm(**options: Any) -> None:
+    """Answer conversations, and speak the answers, with the engines that cpspec-build made of a Qwen3-Omni checkpoint.
+
+    \b
+    For example:
+      --engineDir ENG/thinker --text "What is a codec?"
+      --engineDir ENG/thinker --multimodalEngineDir ENG/multimodal --enableAudioOutput --talkerEngineDir ENG/talker
+        --inputFile input.json --outputFile output.json --cpSpecVerifySize 3
+
+    Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
+    """
+    set_up_logging(options["debug"])
+    _check_audio_options(options)
+    requests = _read_chats(options)
+    if options["audio"]:
+        outputs.check_folder(options["audio_dir"])
+    _check_files(options)
+    model = _open_omni(options)
+
+    def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
+        return outputs.write_reply(options["audio_dir"], divmod(index, batch_size), *parts)
+
+    _report(_run(model, requests, write, options), options)
+
+
+def _check_audio_options(options: dict[str, Any]) -> None:
+    """Refuse speech without a Talker, and say what has no effect without speech."""
+    if options["audio"]:
+        if options["talker_dir"] is None:
+            likely = options["engine_dir"].parent / "talker"
+            hint = f"; did you mean --talkerEngineDir {likely}?" if likely.is_dir() else ""
+            raise ConfigError(f"--enableAudioOutput needs --talkerEngineDir{hint}")
+        return
+    flags = {"talker_dir": "--talkerEngineDir", "code2wav_dir": "--code2wavEngineDir", "speaker": "--speaker"}
+    idle = [flag for name, flag in flags.items() if options[name] is not None]
+    idle += ["--cpSpecVerifySize"] if options["verify_size"] else []
+    if idle:
+        logger.warning("without --enableAudioOutput nothing is spoken: %s have no effect", ", ".join(idle))
+
+
+def _read_chats(options: dict[str, Any]) -> RequestFile[ChatRequest]:
+    path, text, speaker = options["input_file"], options["text"], options["speaker"]
+    if (path is None) == (text is None):
+        raise ConfigError("give either --inputFile or --text")
+    if path is None:
+        messages = [{"role": "user", "content": text}]
+        requests = RequestFile(requests=(make_chat(messages, {"speaker": speaker}),))
+    elif speaker is not None:
+        raise ConfigError("--speaker goes with --text; in an input file it is the key 'speaker'")
+    else:
+        requests = read_chat_file(path)
+    length = options["max_generate_length"]
+    if length is None:
+        return requests
+    return replace(requests, requests=tuple(replace(chat, max_generate_length=length) for chat in requests.requests))
+
+
+def _open_omni(options: dict[str, Any]) -> Qwen3Omni:
+    from .omni import Qwen3Omni  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
+
+    multimodal = options["multimodal_dir"]
+    if multimodal is not None and not multimodal.is_dir():
+        raise ConfigError(f"--multimodalEngineDir: {multimodal} is no folder")
+    return Qwen3Omni.from_engine_dir(
+        thinker_dir=options["engine_dir"],
+        talker_dir=options["talker_dir"],
+        code2wav_dir=options["code2wav_dir"] or (multimodal and multimodal / "code2wav"),
+        tokenizer_dir=options["checkpoint_dir"],
+        audio=options["audio"],
+        device=options["device"],
+        threads=options["threads"],
+    )
 
 
 @click.command("inspect")

@@ -16,10 +16,12 @@ import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from .chat import system_prompt
 from .errors import ConfigError, CpSpecError
-from .requests import Request
+from .requests import ChatRequest, Request
 
 if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the input is known to be good
+    from .omni import PreparedChat, Reply
     from .pipeline import PreparedRequest, Speech
 
 FAILED = "FAILED"
@@ -117,22 +119,11 @@ def write_response(
     prepared : PreparedRequest
     result : Speech, or the error that ended the request
     """
-    audio, codes = folder / f"audio_req{index}.wav", folder / f"rvq_req{index}.safetensors"
-    outcome: dict[str, Any]
-    try:
-        if isinstance(result, CpSpecError):
-            raise result
-        outcome = _write_speech(audio, codes, result)
-    except (CpSpecError, OSError) as error:
-        outcome = {"output_text": FAILED, "error": str(error)}
-        for path in (audio, codes):
-            with suppress(OSError):
-                path.unlink()
     return {
         "request_idx": index,
         "output_text": "",
         "messages": request.messages,
-        **outcome,
+        **_outcome(folder, f"req{index}", result),
         "speaker": prepared.speaker,
         "language": prepared.language,
         "instruct": prepared.instruct,
@@ -141,6 +132,59 @@ def write_response(
         "sampling": prepared.sampling.as_dict(),
         "warnings": list(prepared.warnings),
     }
+
+
+def write_reply(
+    folder: Path, place: tuple[int, int], request: ChatRequest, prepared: PreparedChat, result: Reply | CpSpecError
+) -> dict[str, Any]:
+    """Write the files of one answer and return its response object; of a failure, see :func:`write_response`.
+
+    Parameters
+    ----------
+    folder : Path
+        Receives ``audio_req{idx}_batch{b}.wav`` and ``rvq_req{idx}_batch{b}.safetensors`` of an answer that is spoken.
+    place : tuple of int
+        ``(idx, b)``: the number of the batch, and the place in it.
+    request : ChatRequest
+    prepared : PreparedChat
+    result : Reply, or the error that ended the request
+    """
+    voice = prepared.voice
+    speech = result if isinstance(result, CpSpecError) else result.speech
+    text = {}
+    if not isinstance(result, CpSpecError):
+        text = {"output_text": result.text, "finish_reason": result.finish_reason}
+    sound = {} if speech is None else _outcome(folder, f"req{place[0]}_batch{place[1]}", speech)
+    if "finish_reason" in sound:
+        sound["audio_finish_reason"] = sound.pop("finish_reason")
+    heard = () if speech is None or isinstance(speech, CpSpecError) else speech.warnings
+    return {
+        "request_idx": place[0],
+        "batch_idx": place[1],
+        **text,
+        "messages": request.messages,
+        "formatted_system_prompt": system_prompt(prepared.prompt),
+        "formatted_complete_request": prepared.prompt,
+        **sound,
+        **({} if voice is None else {"speaker": voice.speaker, "max_audio_length": voice.max_frames}),
+        "max_generate_length": prepared.max_tokens,
+        "sampling": prepared.sampling,
+        "warnings": [*prepared.warnings, *heard],
+    }
+
+
+def _outcome(folder: Path, name: str, result: Speech | CpSpecError) -> dict[str, Any]:
+    """Write ``audio_{name}.wav`` and ``rvq_{name}.safetensors``, or remove what an earlier run left of them."""
+    audio, codes = folder / f"audio_{name}.wav", folder / f"rvq_{name}.safetensors"
+    try:
+        if isinstance(result, CpSpecError):
+            raise result
+        return _write_speech(audio, codes, result)
+    except (CpSpecError, OSError) as error:
+        for path in (audio, codes):
+            with suppress(OSError):
+                path.unlink()
+        return {"output_text": FAILED, "error": str(error)}
 
 
 def _write_speech(audio: Path, codes: Path, speech: Speech) -> dict[str, Any]:
