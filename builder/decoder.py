@@ -75,10 +75,11 @@ def write_decoder(
         Called after each layer.
     """
     products = Products(graph, weights, dtype, narrow=narrow)
-    experts = None if moe is None else MoeWriter(products, moe, spec.hidden_size, gathered_rows)
-    layer_writer = _LayerWriter(products, spec, prefix, cache_dtype, experts)
+    layer_writer = _LayerWriter(products, spec, prefix, cache_dtype)
     shape: list[int | str] = ["batch", "length", spec.hidden_size]
     hidden = graph.input("inputs_embeds", TensorProto.FLOAT, shape)
+    if moe is not None:
+        layer_writer.experts = MoeWriter(products, moe, hidden, spec.hidden_size, gathered_rows)
     for index in range(spec.num_hidden_layers):
         hidden = layer_writer.layer(index, hidden)
         if index + 1 == accept_hidden_layer:
@@ -91,11 +92,10 @@ def write_decoder(
 class _LayerWriter:
     """What the layers share: position-dependent values, and how products and mixtures are written."""
 
-    def __init__(
-        self, products: Products, spec: DecoderSpec, prefix: str, cache_dtype: str, experts: MoeWriter | None
-    ) -> None:
+    def __init__(self, products: Products, spec: DecoderSpec, prefix: str, cache_dtype: str) -> None:
         self.products, self.graph, self.weights = products, products.graph, products.weights
-        self.spec, self.prefix, self._experts = spec, prefix, experts
+        self.spec, self.prefix = spec, prefix
+        self.experts: MoeWriter | None = None
         graph = self.graph
         self.cache_element = ELEMENT[cache_dtype]
         self.group = spec.num_attention_heads // spec.num_key_value_heads
@@ -112,8 +112,8 @@ class _LayerWriter:
         normed = self.norm(hidden, f"{name}.input_layernorm.weight", self.spec.hidden_size)
         hidden = self.graph.op("Add", hidden, self._attention(index, f"{name}.self_attn", normed))
         normed = self.norm(hidden, f"{name}.post_attention_layernorm.weight", self.spec.hidden_size)
-        if self._experts is not None:
-            return self.graph.op("Add", hidden, self._experts.layer(f"{name}.mlp", normed))
+        if self.experts is not None:
+            return self.graph.op("Add", hidden, self.experts.layer(f"{name}.mlp", normed))
         sizes = self.spec.hidden_size, self.spec.intermediate_size
         return self.graph.op("Add", hidden, self.products.gated_mlp(normed, f"{name}.mlp", *sizes))
 

@@ -82,16 +82,20 @@ class MoeWriter:
     ----------
     products : Products
     spec : MoeSpec
+    inputs : str
+        The decoder's input, ``[B, T, H]``.
     hidden_size : int
         H.
     gathered_rows : int
         Up to so many rows gather their experts' weights; more walk through all of them.
     """
 
-    def __init__(self, products: Products, spec: MoeSpec, hidden_size: int, gathered_rows: int) -> None:
+    def __init__(self, products: Products, spec: MoeSpec, inputs: str, hidden_size: int, gathered_rows: int) -> None:
         self._graph, self._products, self._spec = products.graph, products, spec
         self._hidden_size, self._gathered_rows = hidden_size, gathered_rows
         self._few: str | None = None
+        # One value for all layers: TensorRT-RTX cannot follow a shape that depends on the layer before, and so on.
+        self._shape = self._graph.op("Shape", inputs)
 
     def layer(self, name: str, hidden: str) -> str:
         """Write the mixture whose tensors begin with ``name``: ``[B, T, H]`` to ``[B, T, H]``."""
@@ -99,16 +103,16 @@ class MoeWriter:
         rows = graph.op("Reshape", hidden, graph.constant([-1, self._hidden_size], np.int64))  # [N, H]
         experts, scores, shares = self._routed(name, rows)
         stacks = self._stacks(name)
-        self._products.narrowed(rows)  # written here, where both ways and the shared expert see it
+        self._products.narrowed(rows)  # written here, where both ways see it
         mixed = graph.choose(
             self._are_few(rows),
-            lambda: self._gathered(rows, experts, scores, stacks),
-            lambda: self._walked(rows, shares, stacks),
-            Value(TensorProto.FLOAT, ("rows", self._hidden_size)),
+            lambda: self._unfolded(self._gathered(rows, experts, scores, stacks)),
+            lambda: self._unfolded(self._walked(rows, shares, stacks)),
+            Value(TensorProto.FLOAT, ("batch", "length", self._hidden_size)),
         )
         if self._spec.shared_expert_intermediate_size:
-            mixed = graph.op("Add", mixed, self._shared(name, rows))
-        return graph.op("Reshape", mixed, graph.op("Shape", hidden))
+            mixed = graph.op("Add", mixed, self._shared(name, hidden))
+        return mixed
 
     def _routed(self, name: str, rows: str) -> tuple[str, str, str]:
         """Return the chosen experts ``[N, k]``, their scores ``[N, k]``, and the scores of all ``[E, N, 1]``."""
@@ -189,14 +193,18 @@ class MoeWriter:
         walked = dict(zip((*stacks, shares), (wide, wide, narrow, share), strict=True))
         return graph.accumulate(step, start, carried, walked)
 
-    def _shared(self, name: str, rows: str) -> str:
-        """Write the expert that every row takes, scaled by a sigmoid of the row: ``[N, H]`` to ``[N, H]``."""
+    def _unfolded(self, rows: str) -> str:
+        """Return rows ``[N, H]`` as ``[B, T, H]``: both ways of an ``If`` must visibly give one shape."""
+        return self._graph.op("Reshape", rows, self._shape, allowzero=1)
+
+    def _shared(self, name: str, hidden: str) -> str:
+        """Write the expert that every row takes, scaled by a sigmoid of the row: ``[B, T, H]`` to ``[B, T, H]``."""
         graph, products, outer = self._graph, self._products, self._hidden_size
         gate = products.weights.read(f"{name}.shared_expert_gate.weight", (1, outer))
         stored = graph.weight(f"{name}.shared_expert_gate.weight", (outer, 1), [np.ascontiguousarray(gate.T)])
-        opening = graph.op("Sigmoid", graph.op("MatMul", rows, stored))  # [N, 1]
+        opening = graph.op("Sigmoid", graph.op("MatMul", hidden, stored))  # [B, T, 1]
         inner = self._spec.shared_expert_intermediate_size
-        return graph.op("Mul", products.gated_mlp(rows, f"{name}.shared_expert", outer, inner), opening)
+        return graph.op("Mul", products.gated_mlp(hidden, f"{name}.shared_expert", outer, inner), opening)
 
     def _sliced(self, value: str, start: int, stop: int) -> str:
         """Slice the rows of a value."""
