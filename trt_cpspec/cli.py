@@ -458,7 +458,7 @@ def _check_audio_options(options: dict[str, Any]) -> None:
     idle = [flag for name, flag in flags.items() if options[name] is not None]
     idle += ["--cpSpecVerifySize"] if options["verify_size"] else []
     if idle:
-        logger.warning("without --enableAudioOutput nothing is spoken: %s have no effect", ", ".join(idle))
+        logger.warning("ignored, as nothing is spoken without --enableAudioOutput: %s", ", ".join(idle))
 
 
 def _read_chats(options: dict[str, Any]) -> RequestFile[ChatRequest]:

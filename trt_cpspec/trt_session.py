@@ -28,6 +28,9 @@ BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 GRAPH_ROWS = 8
 """Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
 
+UNREAD_OUTPUTS = ("accept_hidden_states",)
+"""Outputs ``[B, T, H]`` that a Thinker's plan has and nobody asks for yet: TensorRT wants an address all the same."""
+
 
 def import_binding(flavour: str) -> Any:
     """Return the Python module of a flavour, or an EngineError that names the extra to install."""
@@ -163,6 +166,8 @@ class DecoderBuffers:
         self.embeds = self._device.zeros((self.batch, length, width), np.float32)
         self.positions = self._device.zeros((self.batch, length), np.int32)
         self.hidden = self._device.zeros((self.batch, length, width), np.float32)
+        unread = [name for name in UNREAD_OUTPUTS if name in self._plan.names]
+        self._unread = {name: self._device.empty(self.hidden.shape, np.float32) for name in unread}
         self._contexts: dict[int, Any] = {}
         self._newest: Any = None
 
@@ -207,6 +212,7 @@ class DecoderBuffers:
             "positions": self.positions.address,
             "hidden_states": self.hidden.address,
         }
+        addresses |= {name: array.address for name, array in self._unread.items()}
         for name, array in self.cache.items():
             addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
         for name, address in addresses.items():
@@ -247,6 +253,7 @@ class TensorRTDecoderSession:
     ) -> None:
         plan.check_names(
             {"inputs_embeds", "positions", "hidden_states"}
+            | (set(UNREAD_OUTPUTS) & set(plan.names))
             | {f"{time}_{name}" for name in _cache_names(spec) for time in ("past", "present")}
         )
         self.plan, self.device = plan, device
