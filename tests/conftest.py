@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from trt_cpspec.builder.engine import load_binding
+from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec.errors import EngineError
+from trt_cpspec.omni import Qwen3Omni, Reply
 from trt_cpspec.pipeline import PreparedRequest, Qwen3TTS, Speech
 from trt_cpspec.requests import Request
 from trt_cpspec.tensorfile import TensorFile
@@ -30,8 +32,17 @@ TOLERANCE = 1e-4
 
 
 def build_engine(checkpoint: Path, engine: Path, **options: Any) -> Path:
-    """Build every component; return ``engine``."""
-    with TtsBuild(checkpoint, engine, BuildOptions(**options)) as build:
+    """Build every component of a Qwen3-TTS; return ``engine``."""
+    return _run_build(TtsBuild(checkpoint, engine, BuildOptions(**options)), engine)
+
+
+def build_omni_engine(checkpoint: Path, engine: Path, **options: Any) -> Path:
+    """Build every component of a Qwen3-Omni; return ``engine``."""
+    return _run_build(OmniBuild(checkpoint, engine, BuildOptions(**options)), engine)
+
+
+def _run_build(run: TtsBuild | OmniBuild, engine: Path) -> Path:
+    with run as build:
         for _, _, write in build.components:
             write()
         build.commit()
@@ -99,6 +110,45 @@ class Case:
         return self.tts.synthesize(self.text, **self.options, **options)
 
 
+class OmniVariant:
+    """The golden Qwen3-Omni, its arrays, and the engines built from it."""
+
+    def __init__(self, engine: Path) -> None:
+        folder = GOLDEN / "omni_a"
+        self.checkpoint = folder / "checkpoint"
+        self.engine = build_omni_engine(self.checkpoint, engine)
+        self.arrays = dict(np.load(folder / "golden.npz"))
+        self.golden = json.loads((folder / "golden.json").read_text(encoding="utf-8"))
+        self.model = Qwen3Omni.from_engine_dir(engine, threads=1)
+
+    def case(self, index: int) -> OmniCase:
+        """One of the golden conversations."""
+        return OmniCase(self, index)
+
+
+class OmniCase:
+    """One golden conversation: ``case["codes"]`` is its array of that name, ``case.respond()`` what we make of it."""
+
+    def __init__(self, variant: OmniVariant, index: int) -> None:
+        self.variant, self.index, self.model = variant, index, variant.model
+        self.prompt: dict[str, Any] = variant.golden["prompts"][index]
+        self.options = {
+            "speaker": variant.golden["speaker"],
+            "seed": 1,
+            **dict.fromkeys(("temperature", "talker_temperature", "subtalker_temperature"), 0.0),
+            "max_generate_length": self.prompt["thinker_max_new_tokens"],
+            # The reference samples one code 0 that gets no frame.
+            "max_audio_length": self.prompt["talker_max_new_tokens"] - 1,
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.variant.arrays[f"p{self.index}_{name}"]
+
+    def respond(self, **options: Any) -> Reply:
+        """Answer the conversation with all three samplers off."""
+        return self.model.respond(self.prompt["messages"], **{**self.options, **options})
+
+
 @pytest.fixture(scope="session")
 def rtx_binding() -> Any:
     """TensorRT-RTX, which builds without a GPU; CPSPEC_REQUIRE_RTX=1 makes its absence a failure, else it is a skip."""
@@ -124,6 +174,24 @@ def case(request: pytest.FixtureRequest, variants: dict[str, Variant]) -> Case:
     """Each golden prompt in turn."""
     name, index = request.param
     return Case(variants[name], PROMPTS[name][index])
+
+
+@pytest.fixture(scope="session")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> OmniVariant:
+    """The golden Qwen3-Omni, built in FP32."""
+    return OmniVariant(tmp_path_factory.mktemp("omni") / "engine")
+
+
+@pytest.fixture(params=[0, 1], ids=["p0", "p1"])
+def omni_case(request: pytest.FixtureRequest, omni: OmniVariant) -> OmniCase:
+    """Each golden conversation in turn."""
+    return omni.case(request.param)
+
+
+@pytest.fixture
+def omni_copy(omni: OmniVariant, tmp_path: Path) -> Path:
+    """A copy of the engine folder, to be damaged."""
+    return shutil.copytree(omni.engine, tmp_path / "omni_copy")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +149,7 @@ def assemble_answer_prompt(
 def _segments(roles: RoleIds, prompt_ids: Sequence[int]) -> list[Sequence[int]]:
     """Split a prompt at its segment starts; what stands before the first is dropped, as in the reference."""
     starts = [place for place, token in enumerate(prompt_ids) if token == roles.im_start_token_id]
-    parts = [prompt_ids[start:end] for start, end in zip(starts, [*starts[1:], len(prompt_ids)], strict=True)]
+    parts = [prompt_ids[start:end] for start, end in pairwise([*starts, len(prompt_ids)])]
     known = (roles.system_token_id, roles.user_token_id, roles.assistant_token_id)
     if not parts or any(len(part) < 2 or part[1] not in known for part in parts):
         raise ConfigError(
