@@ -1,4 +1,4 @@
-"""Write Qwen3-TTS checkpoints with random weights in the official Hugging Face format, with numpy alone.
+"""Write Qwen3-TTS and Qwen3-Omni checkpoints with random weights in the official Hugging Face format, with numpy alone.
 
 The sound is noise, but everything else is real: names, shapes, config keys, tokenizer, shards. Two things are shaped
 on purpose, through one reserved residual channel (number 0, the *flag*; no layer writes to it):
@@ -29,6 +29,9 @@ End of an utterance
     Every codec embedding carries the same positive flag, so the Talker's residual stream holds the sum of a frame's
     flags once it decodes. Its final norm hands that (negated) to ``codec_head``, where only the row of the
     end-of-speech code reads it: a bias that gives this code about one chance in ``MEAN_FRAMES`` a frame.
+
+A Qwen3-Omni checkpoint has the same Talker and code predictor, a Thinker whose text never ends by itself (it goes to
+the length limit), and neither audio nor vision encoder.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,9 +94,13 @@ _WORDS = (
     "Ġyou", "Ġare", "Ġwith", "Ġone", "Ġon", "Ġtest", "Ġshort", "Ġtext", "Ġvoice", "Ġspeak", "Ġword", "Ġhello",
     "Ġworld", "Ġgood", "Ġday", "Hello", "The", "This", "It", "Speak", "hello", "world", "ing", "er", "ed", "ly",
 )  # fmt: skip
+_OMNI_WORDS = ("system",)
 _SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>",
     "<tts_text_eod>", "<tts_text_bos_single>", "<|audio_pad|>",
+)  # fmt: skip
+_OMNI_SPECIAL_TOKENS = (
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 _TOKEN_KEYS = {
     "im_end_token_id": "<|im_end|>", "im_start_token_id": "<|im_start|>", "tts_bos_token_id": "<tts_text_bos>",
@@ -163,27 +170,40 @@ class CodecSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticSpec:
-    """What to generate.
+class ExpertSize:
+    """Sizes of a mixture of experts: how many, how many a row takes, their width, and that of the shared one (0: none).
+
+    Attributes
+    ----------
+    experts, chosen, intermediate, shared : int
+    """
+
+    experts: int
+    chosen: int
+    intermediate: int
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.experts or self.intermediate < 1 or self.shared < 0:
+            raise ConfigError(f"{self} is no mixture: chosen must lie between 1 and experts, and widths be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechSpec:
+    """What to generate of a model that speaks.
 
     Attributes
     ----------
     talker, code_predictor : DecoderSize
         ``small_to_mtp_projection`` is written when their hidden sizes differ, as in the releases.
-    text_hidden, text_vocab : int
-        Width and rows of the text embedding; the tokenizer needs some 400 rows.
+    text_vocab : int
+        Rows of the text embedding; the tokenizer needs some 400.
     num_code_groups : int
         Codes of a frame, G, at least 2.
     codebook_size : int
         V, for the code predictor and the codec; the Talker has V + 1024 codes, whose control codes, languages and
         speakers stand where the releases have them for V = 2048, shifted by V - 2048.
     codec : CodecSize
-    speaker_channels : int
-        Channels of the speaker encoder, a multiple of 8; used by ``base`` only.
-    tts_model_type : str
-        ``custom_voice``, ``voice_design`` or ``base``.
-    tts_model_size : str
-        As the releases say it: ``0b6`` or ``1b7``.
     dtype : str
         ``F32``, ``F16`` or ``BF16``, of ``model.safetensors``; the speech tokenizer is always F32, as in the releases.
     shard_bytes : int
@@ -201,14 +221,10 @@ class SyntheticSpec:
 
     talker: DecoderSize
     code_predictor: DecoderSize
-    text_hidden: int
     text_vocab: int
     num_code_groups: int = 16
     codebook_size: int = _RELEASED_CODEBOOK
     codec: CodecSize = field(default_factory=CodecSize)
-    speaker_channels: int = 16
-    tts_model_type: str = "custom_voice"
-    tts_model_size: str = "0b6"
     dtype: str = "BF16"
     shard_bytes: int = 5_000_000_000
     seed: int = 0
@@ -216,20 +232,89 @@ class SyntheticSpec:
 
     def __post_init__(self) -> None:
         _check_positive(self)
-        for name, allowed in (("tts_model_type", MODEL_TYPES), ("dtype", DTYPES)):
-            if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"{name} is {value!r}; {did_you_mean(str(value), allowed)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; {did_you_mean(str(self.dtype), DTYPES)}")
         if not _is_share(self.agreement):
             raise ConfigError(f"agreement is {self.agreement!r}; it must lie between 0 and 1")
         if self.num_code_groups < 2 or self.codebook_size < 2:
             raise ConfigError(
                 f"num_code_groups {self.num_code_groups} and codebook_size {self.codebook_size} must be at least 2"
             )
-        if self.speaker_channels % 8:
-            raise ConfigError(f"speaker_channels is {self.speaker_channels}; it must be a multiple of 8")
-        needed = len(_vocabulary(_merges())) + len(_SPECIAL_TOKENS)
+        needed = sum(map(len, self.tokens))
         if self.text_vocab < needed:
             raise ConfigError(f"text_vocab is {self.text_vocab}; the tokenizer needs at least {needed}")
+
+    @classmethod
+    def _preset(cls: type[AnySpec], changes: Mapping[str, Any], **preset: Any) -> AnySpec:
+        names = [item.name for item in fields(cls)]
+        for name in changes:
+            if name not in names:
+                raise ConfigError(f"{name!r} is no field of {cls.__name__}; {did_you_mean(name, names)}")
+        return cls(**{**preset, **changes})
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words that are one token each."""
+        return _WORDS
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that no text gives."""
+        return _SPECIAL_TOKENS
+
+    @property
+    def tokens(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The ids of ordinary and of special tokens."""
+        vocabulary = _vocabulary(_merges(self.words))
+        return vocabulary, {token: len(vocabulary) + i for i, token in enumerate(self.special_tokens)}
+
+    @property
+    def projected(self) -> bool:
+        """Whether ``small_to_mtp_projection`` exists."""
+        return self.talker.hidden != self.code_predictor.hidden
+
+    @property
+    def talker_vocab(self) -> int:
+        """Codes of the Talker, V + 1024."""
+        return self.codebook_size + _SPECIAL_CODES
+
+    def code_id(self, released_id: int) -> int:
+        """Return this model's id of a control code, language or speaker, given the released one."""
+        return released_id + self.codebook_size - _RELEASED_CODEBOOK
+
+
+AnySpec = TypeVar("AnySpec", bound=SpeechSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticSpec(SpeechSpec):
+    """What to generate of Qwen3-TTS.
+
+    Attributes
+    ----------
+    text_hidden : int
+        Width of the text embedding.
+    speaker_channels : int
+        Channels of the speaker encoder, a multiple of 8; used by ``base`` only.
+    tts_model_type : str
+        ``custom_voice``, ``voice_design`` or ``base``.
+    tts_model_size : str
+        As the releases say it: ``0b6`` or ``1b7``.
+    """
+
+    text_hidden: int
+    speaker_channels: int = 16
+    tts_model_type: str = "custom_voice"
+    tts_model_size: str = "0b6"
+
+    def __post_init__(self) -> None:
+        SpeechSpec.__post_init__(self)
+        if self.tts_model_type not in MODEL_TYPES:
+            raise ConfigError(
+                f"tts_model_type is {self.tts_model_type!r}; {did_you_mean(str(self.tts_model_type), MODEL_TYPES)}"
+            )
+        if self.speaker_channels % 8:
+            raise ConfigError(f"speaker_channels is {self.speaker_channels}; it must be a multiple of 8")
 
     @classmethod
     def tiny(cls, **changes: Any) -> SyntheticSpec:
@@ -258,27 +343,75 @@ class SyntheticSpec:
         """Return the sizes of the released 1.7B models; ``changes`` are fields to set otherwise."""
         return cls._preset(changes, **_released(2048, 6144), tts_model_size="1b7")
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OmniSpec(SpeechSpec):
+    """What to generate of Qwen3-Omni.
+
+    Attributes
+    ----------
+    thinker : DecoderSize
+        Its ``intermediate`` counts where it has no experts; the Talker's is also the width of its projections.
+    thinker_experts, talker_experts : ExpertSize or None
+        Both or none: with none the checkpoint is a dense one.
+    accept_hidden_layer : int
+        After how many of the Thinker's layers the Talker hears what it saw.
+    """
+
+    thinker: DecoderSize
+    thinker_experts: ExpertSize | None = None
+    talker_experts: ExpertSize | None = None
+    accept_hidden_layer: int = 1
+
+    def __post_init__(self) -> None:
+        SpeechSpec.__post_init__(self)
+        if (self.thinker_experts is None) != (self.talker_experts is None):
+            raise ConfigError("thinker_experts and talker_experts: give both, or none for a dense checkpoint")
+        if self.accept_hidden_layer >= self.thinker.layers:
+            raise ConfigError(
+                f"accept_hidden_layer {self.accept_hidden_layer} must be below the Thinker's {self.thinker.layers} "
+                f"layers"
+            )
+        if self.codec.latent_dim != self.codec.hidden:
+            raise ConfigError(f"codec: latent_dim {self.codec.latent_dim} must be hidden {self.codec.hidden}")
+
     @classmethod
-    def _preset(cls, changes: Mapping[str, Any], **preset: Any) -> SyntheticSpec:
-        names = [item.name for item in fields(cls)]
-        for name in changes:
-            if name not in names:
-                raise ConfigError(f"{name!r} is no field of SyntheticSpec; {did_you_mean(name, names)}")
-        return cls(**{**preset, **changes})
+    def tiny(cls, **changes: Any) -> OmniSpec:
+        """Return the size for tests: hidden 32, 8 experts, F32, 9 MB; ``changes`` are fields to set otherwise."""
+        size = DecoderSize(hidden=32, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16)
+        return cls._preset(
+            changes, thinker=size, talker=size, code_predictor=size, text_vocab=512, dtype="F32",
+            codec=CodecSize(latent_dim=16, hidden=16, heads=4, head_dim=4),
+            thinker_experts=ExpertSize(experts=8, chosen=2, intermediate=16),
+            talker_experts=ExpertSize(experts=8, chosen=2, intermediate=16, shared=32),
+        )  # fmt: skip
+
+    @classmethod
+    def released_30b_a3b(cls, **changes: Any) -> OmniSpec:
+        """Return the sizes of the released 30B-A3B model, 68 GB; ``changes`` are fields to set otherwise."""
+        return cls._preset(
+            changes,
+            thinker=DecoderSize(hidden=2048, intermediate=768, layers=48, heads=32, kv_heads=4, head_dim=128),
+            thinker_experts=ExpertSize(experts=128, chosen=8, intermediate=768),
+            talker=DecoderSize(hidden=1024, intermediate=2048, layers=20, heads=16, kv_heads=2, head_dim=128),
+            talker_experts=ExpertSize(experts=128, chosen=6, intermediate=384, shared=768),
+            code_predictor=DecoderSize(hidden=1024, intermediate=3072, layers=5, heads=16, kv_heads=8, head_dim=128),
+            text_vocab=152064, accept_hidden_layer=24,
+            codec=CodecSize(
+                decoder_dim=1536, latent_dim=1024, hidden=1024, intermediate=3072, layers=8, heads=16, head_dim=64,
+                codebook_dim=512,
+            ),
+        )  # fmt: skip
 
     @property
-    def projected(self) -> bool:
-        """Whether ``small_to_mtp_projection`` exists."""
-        return self.talker.hidden != self.code_predictor.hidden
+    def words(self) -> tuple[str, ...]:
+        """Words that are one token each."""
+        return (*_WORDS, *_OMNI_WORDS)
 
     @property
-    def talker_vocab(self) -> int:
-        """Codes of the Talker, V + 1024."""
-        return self.codebook_size + _SPECIAL_CODES
-
-    def code_id(self, released_id: int) -> int:
-        """Return this model's id of a control code, language or speaker, given the released one."""
-        return released_id + self.codebook_size - _RELEASED_CODEBOOK
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that no text gives."""
+        return (*_SPECIAL_TOKENS, *_OMNI_SPECIAL_TOKENS)
 
 
 def _released(hidden: int, intermediate: int) -> dict[str, Any]:
@@ -309,14 +442,14 @@ def _check_positive(sizes: Any) -> None:
             raise ConfigError(f"{item.name} is {value!r}; it must be an integer of at least {least}")
 
 
-def write_checkpoint(folder: Path, spec: SyntheticSpec, *, progress: Progress | None = None) -> None:
+def write_checkpoint(folder: Path, spec: SyntheticSpec | OmniSpec, *, progress: Progress | None = None) -> None:
     """Write a whole checkpoint folder; about one block of 4 MiB is in memory at a time.
 
     Parameters
     ----------
     folder : Path
         Created when missing; it must be empty, so that no file of an older checkpoint stays behind.
-    spec : SyntheticSpec
+    spec : SyntheticSpec or OmniSpec
     progress : callable, optional
         See :data:`Progress`.
 
@@ -325,13 +458,21 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, progress: Progress | 
     ConfigError
         The folder is not empty.
     """
-    codec_folder = folder / "speech_tokenizer"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder; give a new one")
-    codec_folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(spec, OmniSpec):
+        _write_omni(folder, spec, progress)
+    else:
+        _write_tts(folder, spec, progress)
+
+
+def _write_tts(folder: Path, spec: SyntheticSpec, progress: Progress | None) -> None:
+    codec_folder = folder / "speech_tokenizer"
+    codec_folder.mkdir()
     _write_weights(codec_folder, _codec_tensors(spec), "F32", spec, progress)
     _write_weights(folder, _model_tensors(spec), spec.dtype, spec, progress)
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, spec, "Qwen3TTSProcessor")
     _write_json(codec_folder / "config.json", _codec_config(spec))
     _write_json(codec_folder / "configuration.json", _CODEC_CONFIGURATION)
     _write_json(codec_folder / "preprocessor_config.json", _CODEC_PREPROCESSOR)
@@ -339,6 +480,14 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, progress: Progress | 
     _write_json(folder / "generation_config.json", _GENERATION)
     # Last, so that an interrupted folder is not taken for a checkpoint.
     _write_json(folder / "config.json", _model_config(spec))
+
+
+def _write_omni(folder: Path, spec: OmniSpec, progress: Progress | None) -> None:
+    _write_weights(folder, _omni_tensors(spec), spec.dtype, spec, progress)
+    _write_tokenizer(folder, spec, "Qwen3OmniMoeProcessor")
+    _write_json(folder / "chat_template.json", {"chat_template": _CHAT_TEMPLATE})
+    _write_json(folder / "generation_config.json", _OMNI_GENERATION)
+    _write_json(folder / "config.json", _omni_config(spec))
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -400,7 +549,7 @@ def _first_row_zero(block: F32, start: int) -> None:
         block[0] = 0.0
 
 
-def _write_weights(folder: Path, recipes: Recipes, dtype: str, spec: SyntheticSpec, progress: Progress | None) -> None:
+def _write_weights(folder: Path, recipes: Recipes, dtype: str, spec: SpeechSpec, progress: Progress | None) -> None:
     sizes = {
         name: StreamedTensor(dtype=dtype, shape=r.shape, blocks=lambda: iter(())).nbytes for name, r in recipes.items()
     }
@@ -473,7 +622,7 @@ def _model_tensors(spec: SyntheticSpec) -> Recipes:
     return tensors
 
 
-def _predictor_tensors(prefix: str, spec: SyntheticSpec) -> Recipes:
+def _predictor_tensors(prefix: str, spec: SpeechSpec) -> Recipes:
     size, vocab = spec.code_predictor, spec.codebook_size
     quiet = 1.0 if spec.projected else _own_code_share(spec.agreement)
     norm_edit = _upper_half_edit(size.hidden, quiet)
@@ -495,7 +644,13 @@ def _predictor_tensors(prefix: str, spec: SyntheticSpec) -> Recipes:
 
 
 def _decoder_tensors(
-    prefix: str, size: DecoderSize, *, norm_edit: Edit, out_edit: Edit, flag: float | None = None
+    prefix: str,
+    size: DecoderSize,
+    *,
+    norm_edit: Edit | None,
+    out_edit: Edit | None,
+    flag: float | None = None,
+    experts: ExpertSize | None = None,
 ) -> Recipes:
     """Return the layers of a decoder; ``flag`` is how strongly queries and keys read channel 0."""
     out_gain = 1 / math.sqrt(2 * size.layers)  # the residual stream stays O(1) at any number of layers
@@ -514,11 +669,81 @@ def _decoder_tensors(
             f"{base}.self_attn.q_norm.weight": _vector(size.head_dim, std=0.1, mean=1.2),
             f"{base}.self_attn.k_norm.weight": _vector(size.head_dim, std=0.1, mean=1.2),
             f"{base}.post_attention_layernorm.weight": _norm(size.hidden, norm_edit),
-            f"{base}.mlp.gate_proj.weight": _linear(size.intermediate, size.hidden),
-            f"{base}.mlp.up_proj.weight": _linear(size.intermediate, size.hidden),
-            f"{base}.mlp.down_proj.weight": _linear(size.hidden, size.intermediate, out_gain, out_edit),
         }
+        if experts is None:
+            tensors |= _mlp_tensors(f"{base}.mlp", size.hidden, size.intermediate, out_gain, out_edit)
+        else:
+            tensors |= _mixture_tensors(f"{base}.mlp", size.hidden, experts, out_gain, out_edit)
     return tensors
+
+
+def _mlp_tensors(base: str, hidden: int, intermediate: int, out_gain: float, out_edit: Edit | None) -> Recipes:
+    return {
+        f"{base}.gate_proj.weight": _linear(intermediate, hidden),
+        f"{base}.up_proj.weight": _linear(intermediate, hidden),
+        f"{base}.down_proj.weight": _linear(hidden, intermediate, out_gain, out_edit),
+    }
+
+
+def _mixture_tensors(base: str, hidden: int, size: ExpertSize, out_gain: float, out_edit: Edit | None) -> Recipes:
+    tensors = {f"{base}.gate.weight": _linear(size.experts, hidden, _ROUTER_GAIN)}
+    for expert in range(size.experts):
+        tensors |= _mlp_tensors(f"{base}.experts.{expert}", hidden, size.intermediate, out_gain, out_edit)
+    if size.shared:
+        tensors |= _mlp_tensors(f"{base}.shared_expert", hidden, size.shared, out_gain, out_edit)
+        tensors[f"{base}.shared_expert_gate.weight"] = _linear(1, hidden)
+    return tensors
+
+
+_ROUTER_GAIN = 1.5
+"""Spread of the router's logits: the best expert of a row has about a third of the k shares."""
+
+
+def _omni_tensors(spec: OmniSpec) -> Recipes:
+    talker, thinker, inner = spec.talker, spec.thinker, spec.talker.intermediate
+    tensors = {
+        "thinker.model.embed_tokens.weight": _Recipe(shape=(spec.text_vocab, thinker.hidden), std=0.7),
+        "thinker.lm_head.weight": _linear(spec.text_vocab, thinker.hidden, _LOGIT_STD, _speechless_edit(spec)),
+        "talker.model.codec_embedding.weight": _Recipe(
+            shape=(spec.talker_vocab, talker.hidden), std=_FLAG, edit=_embedding_edit(spec)
+        ),
+        "talker.codec_head.weight": _codec_head(spec),
+    }
+    tensors |= _decoder_tensors("thinker.model", thinker, norm_edit=None, out_edit=None, experts=spec.thinker_experts)
+    tensors["thinker.model.norm.weight"] = _norm(thinker.hidden)
+    tensors |= _decoder_tensors(
+        "talker.model", talker, norm_edit=_first_row_zero, out_edit=_first_row_zero, experts=spec.talker_experts
+    )
+    tensors["talker.model.norm.weight"] = _norm(talker.hidden, _negative_flag)
+    for name in ("talker.text_projection", "talker.hidden_projection"):
+        tensors |= {
+            f"{name}.linear_fc1.weight": _linear(inner, thinker.hidden, 1.2),
+            f"{name}.linear_fc1.bias": _vector(inner, std=0.1),
+            f"{name}.linear_fc2.weight": _linear(talker.hidden, inner, 0.7, _first_row_zero),
+            f"{name}.linear_fc2.bias": _vector(talker.hidden, std=0.1, edit=_first_row_zero),
+        }
+    tensors |= _predictor_tensors("talker.code_predictor", spec)
+    return tensors | _omni_codec_tensors(spec)
+
+
+def _speechless_edit(spec: OmniSpec) -> Edit:
+    """Return what keeps the Thinker to ordinary tokens: the rows of the others are small, so they hardly ever win."""
+    ordinary = len(spec.tokens[0])
+
+    def edit(block: F32, start: int) -> None:
+        block[max(ordinary - start, 0) :] *= np.float32(0.02)
+
+    return edit
+
+
+def _omni_codec_tensors(spec: OmniSpec) -> Recipes:
+    size, name = spec.codec, "code2wav"
+    rows = spec.num_code_groups * spec.codebook_size
+    tensors = {f"{name}.code_embedding.weight": _Recipe(shape=(rows, size.hidden), std=math.sqrt(spec.num_code_groups))}
+    tensors |= _codec_layer_tensors(f"{name}.pre_transformer", size)
+    for i, factor in enumerate(_UPSAMPLING_RATIOS):
+        tensors |= _upsample_tensors(f"{name}.upsample.{i}", size.latent_dim, factor)
+    return tensors | _vocoder_tensors(f"{name}.decoder", size)
 
 
 def _own_code_share(agreement: float) -> float:
@@ -531,7 +756,7 @@ def _attention_to_row_0(agreement: float) -> float:
     return _FLAG_ATTENTION * agreement
 
 
-def _embedding_edit(spec: SyntheticSpec) -> Edit:
+def _embedding_edit(spec: SpeechSpec) -> Edit:
     """Return what sets the flag of a codec table and shrinks its lower half; the upper half the Talker keeps."""
     share, half = np.float32(_own_code_share(spec.agreement)), spec.talker.hidden // 2
 
@@ -563,7 +788,7 @@ def _output_edit(hidden: int, share: float) -> Edit:
     return edit
 
 
-def _projection_edit(spec: SyntheticSpec) -> Edit:
+def _projection_edit(spec: SpeechSpec) -> Edit:
     """Return what passes the flag on alone and mutes the upper half, which holds the codes' own share."""
     share, half = np.float32(_own_code_share(spec.agreement)), spec.talker.hidden // 2
 
@@ -596,7 +821,7 @@ def _negative_flag(block: F32, start: int) -> None:
     block[0] = -1.0
 
 
-def _codec_head(spec: SyntheticSpec) -> _Recipe:
+def _codec_head(spec: SpeechSpec) -> _Recipe:
     """Return the Talker's head; the end-of-speech row alone reads the flag, as a bias (see the module docstring)."""
     eos, flag, hidden = spec.code_id(_CONTROL["codec_eos_token_id"]), _expected_flag(spec), spec.talker.hidden
     logit = _TEMPERATURE * (_expected_log_mass(spec.codebook_size) - math.log(MEAN_FRAMES) - _SPREAD / hidden)
@@ -611,7 +836,7 @@ def _codec_head(spec: SyntheticSpec) -> _Recipe:
     return _linear(spec.talker_vocab, hidden, _LOGIT_STD / math.sqrt(1 - flag**2 / hidden), edit)
 
 
-def _expected_flag(spec: SyntheticSpec) -> float:
+def _expected_flag(spec: SpeechSpec) -> float:
     """Return channel 0 of the Talker's hidden state while it decodes: negated, over the residual stream's RMS."""
     total = _FLAG * spec.num_code_groups
     codes = spec.num_code_groups * _FLAG**2 * (1 + _own_code_share(spec.agreement) ** 2) / 2
@@ -697,8 +922,14 @@ def _usage_edit(block: F32, start: int) -> None:
 
 
 def _codec_transformer_tensors(prefix: str, size: CodecSize) -> Recipes:
-    width = size.heads * size.head_dim
     tensors = _biased(f"{prefix}.input_proj", _linear(size.hidden, size.latent_dim))
+    tensors |= _codec_layer_tensors(prefix, size)
+    return tensors | _biased(f"{prefix}.output_proj", _linear(size.latent_dim, size.hidden))
+
+
+def _codec_layer_tensors(prefix: str, size: CodecSize) -> Recipes:
+    width = size.heads * size.head_dim
+    tensors: Recipes = {}
     for layer in range(size.layers):
         base = f"{prefix}.layers.{layer}"
         tensors |= {
@@ -713,7 +944,7 @@ def _codec_transformer_tensors(prefix: str, size: CodecSize) -> Recipes:
         }
         tensors |= {f"{base}.self_attn.{p}_proj.weight": _linear(width, size.hidden) for p in "qkv"}
     tensors[f"{prefix}.norm.weight"] = _norm(size.hidden)
-    return tensors | _biased(f"{prefix}.output_proj", _linear(size.latent_dim, size.hidden))
+    return tensors
 
 
 def _upsample_tensors(prefix: str, dim: int, factor: int) -> Recipes:
@@ -837,8 +1068,7 @@ def _decoder_config(size: DecoderSize) -> dict[str, Any]:
 
 
 def _model_config(spec: SyntheticSpec) -> dict[str, Any]:
-    vocabulary = _vocabulary(_merges())
-    special = {token: len(vocabulary) + i for i, token in enumerate(_SPECIAL_TOKENS)}
+    vocabulary, special = spec.tokens
     config: dict[str, Any] = {
         "architectures": ["Qwen3TTSForConditionalGeneration"],
         "assistant_token_id": vocabulary["assistant"],
@@ -856,8 +1086,6 @@ def _model_config(spec: SyntheticSpec) -> dict[str, Any]:
 
 def _talker_config(spec: SyntheticSpec) -> dict[str, Any]:
     custom = spec.tts_model_type == "custom_voice"
-    pairs = spec.talker.head_dim // 2
-    side = pairs * 5 // 16
     speakers = _SPEAKERS if custom else {}
     return _decoder_config(spec.talker) | {
         "model_type": "qwen3_tts_talker",
@@ -869,21 +1097,91 @@ def _talker_config(spec: SyntheticSpec) -> dict[str, Any]:
         "max_position_embeddings": 32768,
         "num_code_groups": spec.num_code_groups,
         "position_id_per_seconds": 13,
-        "rope_scaling": {
-            "interleaved": True, "mrope_section": [pairs - 2 * side, side, side], "rope_type": "default",
-            "type": "default",
-        },
+        "rope_scaling": _rope_scaling(spec.talker),
         "text_hidden_size": spec.text_hidden,
         "text_vocab_size": spec.text_vocab,
         "vocab_size": spec.talker_vocab,
     }  # fmt: skip
 
 
-def _ids(spec: SyntheticSpec, released: Mapping[str, int]) -> dict[str, int]:
+_OMNI_GENERATION = {
+    "talker_max_new_tokens": 4096, "talker_repetition_penalty": 1.05, "talker_temperature": 0.9, "talker_top_k": 50,
+    "talker_top_p": 1.0,
+}  # fmt: skip
+_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}\n"
+    "{%- endfor -%}\n{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+)
+_OMNI_SPEAKERS = {"chelsie": 2301, "ethan": 2302, "aiden": 2303}
+_OMNI_MEDIA = {"audio_token_id": "<|audio_pad|>", "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+
+
+def _omni_config(spec: OmniSpec) -> dict[str, Any]:
+    vocabulary, special = spec.tokens
+    media = {key: special[token] for key, token in _OMNI_MEDIA.items()}
+    dense = spec.thinker_experts is None
+    family = "qwen3_omni" if dense else "qwen3_omni_moe"
+    control = {key: spec.code_id(value) for key, value in _CONTROL.items() if key != "codec_think_id"}
+    return {
+        "architectures": ["Qwen3OmniForConditionalGeneration" if dense else "Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": family,
+        "enable_audio_output": True,
+        **{f"{role}_token_id": vocabulary[role] for role in ("system", "user", "assistant")},
+        **{key: special[token] for key, token in _TOKEN_KEYS.items()},
+        "thinker_config": {
+            "model_type": f"{family}_thinker",
+            "text_config": _omni_decoder_config(spec.thinker, spec.thinker_experts, spec.text_vocab),
+            **media,
+        },
+        "talker_config": {
+            "accept_hidden_layer": spec.accept_hidden_layer,
+            "code_predictor_config": _predictor_config(spec),
+            "num_code_groups": spec.num_code_groups,
+            "speaker_id": _ids(spec, _OMNI_SPEAKERS),
+            "text_config": _omni_decoder_config(spec.talker, spec.talker_experts, spec.talker_vocab),
+            "thinker_hidden_size": spec.thinker.hidden,
+            **control,
+            **media,
+        },
+        "code2wav_config": _omni_codec_config(spec),
+    }
+
+
+def _omni_decoder_config(size: DecoderSize, experts: ExpertSize | None, vocab: int) -> dict[str, Any]:
+    config = _decoder_config(size) | {
+        "max_position_embeddings": 65536, "rope_scaling": _rope_scaling(size), "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }  # fmt: skip
+    if experts is None:
+        return config
+    return config | {
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": experts.intermediate,
+        "norm_topk_prob": True, "num_experts": experts.experts, "num_experts_per_tok": experts.chosen,
+        "shared_expert_intermediate_size": experts.shared,
+    }  # fmt: skip
+
+
+def _omni_codec_config(spec: OmniSpec) -> dict[str, Any]:
+    config = _codec_decoder_config(spec)
+    # The width around the transformer is its own, and a head's follows from it.
+    return {key: value for key, value in config.items() if key not in ("latent_dim", "head_dim")}
+
+
+def _rope_scaling(size: DecoderSize) -> dict[str, Any]:
+    pairs = size.head_dim // 2
+    side = pairs * 5 // 16
+    return {
+        "interleaved": True, "mrope_section": [pairs - 2 * side, side, side], "rope_type": "default",
+        "type": "default",
+    }  # fmt: skip
+
+
+def _ids(spec: SpeechSpec, released: Mapping[str, int]) -> dict[str, int]:
     return {name: spec.code_id(value) for name, value in released.items()}
 
 
-def _predictor_config(spec: SyntheticSpec) -> dict[str, Any]:
+def _predictor_config(spec: SpeechSpec) -> dict[str, Any]:
     return _decoder_config(spec.code_predictor) | {
         "model_type": "qwen3_tts_talker_code_predictor",
         "layer_types": ["full_attention"] * spec.code_predictor.layers,
@@ -921,7 +1219,7 @@ def _codec_config(spec: SyntheticSpec) -> dict[str, Any]:
     }
 
 
-def _codec_decoder_config(spec: SyntheticSpec) -> dict[str, Any]:
+def _codec_decoder_config(spec: SpeechSpec) -> dict[str, Any]:
     size = spec.codec
     return {
         "attention_bias": False, "attention_dropout": 0.0, "codebook_size": spec.codebook_size, "hidden_act": "silu",
@@ -957,20 +1255,20 @@ def _codec_encoder_config(size: CodecSize) -> dict[str, Any]:
 # ---- tokenizer ------------------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(folder: Path) -> None:
-    merges = _merges()
-    vocabulary = _vocabulary(merges)
+def _write_tokenizer(folder: Path, spec: SpeechSpec, processor: str) -> None:
+    merges = _merges(spec.words)
+    vocabulary, special = spec.tokens
     (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    added = {str(len(vocabulary) + i): {"content": token, **flags} for i, token in enumerate(_SPECIAL_TOKENS)}
+    added = {str(number): {"content": token, **flags} for token, number in special.items()}
     config = {
         "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added,
-        "additional_special_tokens": list(_SPECIAL_TOKENS[1:]), "audio_bos_token": "<|audio_start|>",
+        "additional_special_tokens": list(spec.special_tokens[1:]), "audio_bos_token": "<|audio_start|>",
         "audio_eos_token": "<|audio_end|>", "audio_token": "<|audio_pad|>", "bos_token": None,
         "clean_up_tokenization_spaces": False, "eos_token": "<|im_end|>", "errors": "replace",
-        "model_max_length": 131072, "pad_token": "<|endoftext|>", "processor_class": "Qwen3TTSProcessor",
+        "model_max_length": 131072, "pad_token": "<|endoftext|>", "processor_class": processor,
         "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer", "unk_token": None,
     }  # fmt: skip
     _write_json(folder / "tokenizer_config.json", config)
@@ -983,13 +1281,13 @@ def _byte_letters() -> list[str]:
     return [chr(byte) for byte in printable] + [chr(0x100 + i) for i in range(others)]
 
 
-def _merges() -> list[tuple[str, str]]:
+def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return merges that make one token of every word of the list.
 
     A later merge has a lower priority, so it cannot undo an earlier word.
     """
     ranks: dict[tuple[str, str], int] = {}
-    for word in _WORDS:
+    for word in words:
         while len(symbols := _apply_merges(word, ranks)) > 1:
             ranks[symbols[0], symbols[1]] = len(ranks)
     return list(ranks)
