@@ -1,6 +1,7 @@
 """Show the peak memory of cpspec-build on a generated checkpoint that is much larger.
 
-    python benchmarks/build_memory.py --size 1b7 --dtype F32        # 7.7 GB
+    python benchmarks/build_memory.py --size 1b7 --dtype F32                          # 8.3 GB
+    python benchmarks/build_memory.py --size omni-30b-a3b --layers 4 --dtype BF16     # 8.7 GB
 
 The build runs in a process of its own; its peak resident memory is the kernel's own count (ru_maxrss).
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import click
 from synthetic_engine import spec_of
-from trt_cpspec.builder.synthetic import write_checkpoint
+from trt_cpspec.builder.synthetic import DecoderSize, OmniSpec, SyntheticSpec, write_checkpoint
 
 from trt_cpspec.tensorfile import TensorFile
 
@@ -27,7 +28,13 @@ GIB = 2**30
 
 
 @click.command()
-@click.option("--size", type=click.Choice(["tiny", "demo", "0b6", "1b7"]), default="1b7", show_default=True)
+@click.option(
+    "--size",
+    type=click.Choice(["tiny", "demo", "0b6", "1b7", "omni-tiny", "omni-30b-a3b"]),
+    default="1b7",
+    show_default=True,
+)
+@click.option("--layers", type=click.IntRange(min=2), help="Of Thinker and Talker, at most.  [default: all]")
 @click.option("--dtype", type=click.Choice(["F32", "F16", "BF16"]), default="F32", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
 @click.option(
@@ -36,12 +43,12 @@ GIB = 2**30
     type=click.Path(path_type=Path),
     help="Where the checkpoint and the engines may lie for a while.",
 )
-def main(size: str, dtype: str, precision: str, work_dir: Path | None) -> None:
+def main(size: str, layers: int | None, dtype: str, precision: str, work_dir: Path | None) -> None:
     """Generate a checkpoint, build it, and compare the peak memory with the promise."""
     folder = Path(tempfile.mkdtemp(dir=work_dir))
     try:
         checkpoint, engines = folder / "checkpoint", folder / "engines"
-        write_checkpoint(checkpoint, replace(spec_of(size, 0.75), dtype=dtype))
+        write_checkpoint(checkpoint, checkpoint_spec(size, layers, dtype))
         largest = max(info_bytes(path) for path in checkpoint.rglob("*.safetensors"))
         command = [sys.executable, "-m", "trt_cpspec.builder.cli", "--checkpointDir", str(checkpoint)]
         command += ["--engineDir", str(engines), "--precision", precision, "--backend", "onnxruntime"]
@@ -61,6 +68,22 @@ def main(size: str, dtype: str, precision: str, work_dir: Path | None) -> None:
     finally:
         shutil.rmtree(folder)
     sys.exit(not report["kept"])
+
+
+def checkpoint_spec(size: str, layers: int | None, dtype: str) -> SyntheticSpec | OmniSpec:
+    """Return what to generate, cut to a number of layers."""
+    presets = {"omni-tiny": OmniSpec.tiny, "omni-30b-a3b": OmniSpec.released_30b_a3b}
+    spec = presets[size](dtype=dtype) if size in presets else replace(spec_of(size, 0.75), dtype=dtype)
+    if layers is None:
+        return spec
+    spec = replace(spec, talker=shallow(spec.talker, layers))
+    if isinstance(spec, OmniSpec):
+        spec = replace(spec, thinker=shallow(spec.thinker, layers), accept_hidden_layer=1)
+    return spec
+
+
+def shallow(size: DecoderSize, layers: int) -> DecoderSize:
+    return replace(size, layers=min(layers, size.layers))
 
 
 def info_bytes(path: Path) -> int:

@@ -444,5 +444,6 @@ def _layout_name(source: Path, config: Mapping[str, Any], kind: Kind) -> str:
     if kind is Kind.CODE_PREDICTOR:
         return "code_predictor"
     if kind is Kind.CODEC:
-        return "code2wav"
+        # Qwen3-Omni's lies deeper, here and in Edge-LLM's exports; model_type is the same for both families there.
+        return "multimodal/code2wav" if source.parent.name in ("multimodal", "audio") else "code2wav"
     return "talker" if "talker" in str(config.get("model")) else source.name
