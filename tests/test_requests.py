@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.requests import Request, RequestFile, parse_requests, read_request_file
+from trt_cpspec.requests import (
+    Request,
+    RequestFile,
+    make_chat,
+    make_request,
+    parse_chats,
+    parse_requests,
+    read_chat_file,
+    read_request_file,
+)
 
 SPEAK = [{"role": "assistant", "content": "Hello."}]
 OPTIONS = {
@@ -306,7 +315,7 @@ def test_an_unknown_key_is_refused_with_a_suggestion(document: Any, start: str, 
 def test_the_template_is_fixed(key: str, value: Any) -> None:
     message = refusal({"requests": [speak()], key: value})
     assert message.startswith(f"in.json: {key} is {value!r}")
-    assert "the speech template is fixed" in message
+    assert "the template is fixed" in message
 
 
 @pytest.mark.parametrize("key", ["ref_audio", "ref_text"])
@@ -401,3 +410,93 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         read_request_file(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_request_file(tmp_path)
+
+
+# --- conversations
+
+
+def chats(document: dict[str, Any]) -> Any:
+    return parse_chats(document, "in.json")
+
+
+def ask(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}], **options}
+
+
+def test_every_key_of_a_conversation() -> None:
+    options = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.7, "max_generate_length": 9, "speaker": "ethan", "seed": 4,
+        "max_audio_length": 8, "talker_temperature": 0.1, "talker_top_k": 5, "talker_top_p": 0.2,
+        "repetition_penalty": 1.1, "subtalker_temperature": 0.3, "subtalker_top_k": 6, "subtalker_top_p": 0.4,
+    }  # fmt: skip
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]},
+        {"role": "assistant", "content": ""},
+    ]
+    top = {"batch_size": 3, "streaming": {"enable": False, "codec_chunk_frames": 10, "talker_prefill_threshold": 4}}
+    own = chats({**top, "requests": [{"messages": messages, **options}]})
+    shared = chats({**top, **options, "requests": [{"messages": messages}]})
+    assert own == shared
+    assert own.batch_size == 3
+    (chat,) = own.requests
+    assert chat.messages == messages
+    assert {name: getattr(chat, name) for name in options} == options
+    changed = chats({**options, "requests": [ask(top_k=8, seed=None, speaker="")]}).requests[0]
+    assert (changed.top_k, changed.seed, changed.speaker, changed.temperature) == (8, None, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"requests": [ask(language="english")]}, "requests[0].language is no known key"),
+        ({"requests": [ask()], "temprature": 1}, "temprature is no known key; did you mean 'subtalker_temperature' or"),
+        ({"requests": [ask(streaming={})]}, "requests[0].streaming is not possible here, it belongs to the top level"),
+        ({"requests": [ask()], "streaming": {"enable": True}}, "streaming.enable: streaming is not supported yet"),
+        ({"requests": [ask()], "streaming": {"chunk": 3}}, "streaming.chunk is no known key"),
+        ({"requests": [ask()], "streaming": 3}, "streaming must be a JSON object"),
+        ({"requests": [ask()], "streaming": {"enable": 1}}, "streaming.enable must be true or false"),
+        ({"requests": [ask(temperature=-1)]}, "requests[0].temperature is -1"),
+        ({"requests": [ask(top_p=0)]}, "requests[0].top_p is 0"),
+        ({"requests": [ask(max_generate_length=0)]}, "requests[0].max_generate_length is 0, it must be at least 1"),
+        ({"requests": [ask()], "enable_thinking": True}, "enable_thinking is True"),
+        ({"requests": [ask(messages=[])]}, "requests[0].messages is empty"),
+        ({"requests": [ask(messages=[{"role": "user"}])]}, "messages[0].content must be a string or a list of text"),
+        ({"requests": []}, "requests is empty"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used(document: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        chats(document)
+    assert str(refused.value).startswith("in.json: ")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+@pytest.mark.parametrize("typed", [True, False])
+def test_media_are_refused_by_name(kind: str, typed: bool) -> None:
+    part = {kind: "file"} | ({"type": kind} if typed else {})
+    message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}
+    with pytest.raises(ConfigError) as refused:
+        chats({"requests": [ask(), ask(messages=[message])]})
+    assert str(refused.value) == (
+        f"in.json: requests[1].messages[0].content[1].type is '{kind}'; image, audio and video input is not supported "
+        f"yet, give parts of type 'text'"
+    )
+
+
+def test_options_by_keyword() -> None:
+    assert make_request("Hi", {"seed": 3}).seed == 3
+    assert make_chat(ask()["messages"], {"top_k": 3}).top_k == 3
+    with pytest.raises(ConfigError, match="unknown option 'spaker'; did you mean 'speaker'"):
+        make_request("Hi", {"spaker": "x"})
+    with pytest.raises(ConfigError, match=r"messages\[0\].role is 'users'; did you mean 'user'"):
+        make_chat([{"role": "users", "content": "x"}], {})
+
+
+def test_a_file_of_conversations_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps({"requests": [ask()]}), encoding="utf-8")
+    assert read_chat_file(path).requests[0].messages == ask()["messages"]
+    with pytest.raises(ConfigError, match="there is no such file"):
+        read_chat_file(tmp_path / "none.json")

@@ -608,9 +608,11 @@ class Expected:
         return out
 
 
+@pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])
 @pytest.mark.parametrize("use_graphs", [True, False])
-def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, tmp_path: Path) -> None:
+def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, unread: list[str], tmp_path: Path) -> None:
     engine = FakeEngine()
+    engine.names += unread
     session, device = session_of(tmp_path, engine, use_graphs=use_graphs)
     rng = np.random.default_rng(0)
     expected = Expected(3)
