@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,5 +58,22 @@ def test_own_talker_loop(engines: Path, tmp_path: Path) -> None:
     assert "codes identical: yes" in printed
 
 
+def test_answer(omni: Any, tmp_path: Path) -> None:
+    printed = run("answer.py", omni.engine, "Tell me of the river.", "--speaker", "ethan", "--seed", "3", cwd=tmp_path)
+    messages = [
+        {"role": "system", "content": "You are a helpful voice assistant."},
+        {"role": "user", "content": "Tell me of the river."},
+    ]
+    reply = omni.model.respond(messages, speaker="ethan", verify_size=3, seed=3, max_generate_length=128)
+    stats = reply.speech.stats
+    assert printed.startswith(
+        f"{reply.text}\nanswer.wav: {reply.speech.duration_ms / 1000:.2f} s, {stats.frames} frames"
+    )
+    assert f"{stats.passes / stats.frames:.2f} passes a frame, {stats.accepted} of {stats.proposed} drafts" in printed
+    wave, rate = soundfile.read(tmp_path / "answer.wav", dtype="float32")
+    assert rate == 24000
+    np.testing.assert_allclose(wave, reply.speech.waveform, atol=1e-4)
+
+
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"speak.py", "own_talker_loop.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"speak.py", "answer.py", "own_talker_loop.py"}

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
+from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import EngineError, NumericsError
+from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 
@@ -46,8 +48,8 @@ def build_plans(variant: str, precision: str, folder: Path, max_verify_size: int
     """Build a golden checkpoint for TensorRT; an engine that is there already is used as it is."""
     if not folder.is_dir():
         options = BuildOptions(precision=precision, max_verify_size=max_verify_size)
-        backend = choose_backend("tensorrt")
-        with TtsBuild(GOLDEN / variant / "checkpoint", folder, options, backend=backend, engine_options=QUICK) as build:
+        backend, kind = choose_backend("tensorrt"), OmniBuild if variant.startswith("omni") else TtsBuild
+        with kind(GOLDEN / variant / "checkpoint", folder, options, backend=backend, engine_options=QUICK) as build:
             for name, _, write in build.components:
                 write()
                 build.build_plan(name, lambda phase, done: None)
@@ -274,3 +276,43 @@ def test_a_narrow_engine_falls_back_and_is_widened(
     wide = Qwen3TTS.from_engine_dir(engine, device="cuda").synthesize("Hi", seed=1, max_audio_length=4, verify_size=3)
     assert wide.stats.window.verify_size == 3
     assert wide.stats.proposed > 0
+
+
+@pytest.mark.parametrize(
+    ("verify_size", "mode"), [(0, "rejection"), (3, "rejection"), (8, "rejection"), (8, "coupled")]
+)
+def test_greedy_answers_are_spoken_as_the_reference_speaks_them(
+    verify_size: int, mode: str, plans: Callable[[str, str], Path]
+) -> None:
+    golden = json.loads((GOLDEN / "omni_a" / "golden.json").read_text(encoding="utf-8"))
+    arrays = np.load(GOLDEN / "omni_a" / "golden.npz")
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    assert model.voice is not None
+    assert model.voice.predictor.frame_on_device
+    for index, prompt in enumerate(golden["prompts"]):
+        reply = model.respond(
+            prompt["messages"],
+            speaker=golden["speaker"],
+            temperature=0.0,
+            max_generate_length=prompt["thinker_max_new_tokens"],
+            max_audio_length=prompt["talker_max_new_tokens"] - 1,
+            verify_size=verify_size,
+            mode=mode,
+            **GREEDY,
+        )
+        wave = arrays[f"p{index}_waveform"]
+        assert list(reply.token_ids) == arrays[f"p{index}_thinker_ids"].tolist()
+        assert (reply.text, reply.finish_reason) == (prompt["text"], prompt["thinker_finish"])
+        np.testing.assert_array_equal(reply.speech.codes, arrays[f"p{index}_codes"])
+        assert reply.speech.finish_reason == prompt["talker_finish"]
+        assert np.abs(reply.speech.waveform - wave).max() < 1e-4 * np.abs(wave).max()
+
+
+def test_conversations_in_a_batch_equal_each_alone(plans: Callable[[str, str], Path]) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    texts = ["Hello there.", "Hi", "Tell me a short story about the river."]
+    options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_generate_length": 8, "max_audio_length": 6}
+    for text, reply in zip(texts, model.respond_all(texts, **options), strict=True):
+        alone = model.respond(text, **options)
+        assert alone.token_ids == reply.token_ids
+        np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)

@@ -19,6 +19,7 @@ SHIPPED = (".py", ".typed", ".cu", ".cuh")
 SCRIPTS = {
     "cpspec": "trt_cpspec.builder.cli:main",
     "cpspec-build": "trt_cpspec.builder.cli:build",
+    "llm_inference": "trt_cpspec.cli:llm",
     "qwen3_tts_inference": "trt_cpspec.cli:tts",
 }
 
