@@ -623,9 +623,16 @@ def layer_types(network: Any, named: Mapping[str, str]) -> list[tuple[Any, list[
         See :meth:`OnnxGraph.float_types`.
     """
     types = dict(named)
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    # Twice: what hands a value into a branch stands behind the layers that read it there.
+    _note_types(layers, types)
+    return _note_types(layers, types)
+
+
+def _note_types(layers: Sequence[Any], types: dict[str, str]) -> list[tuple[Any, list[str | None]]]:
+    """Return each layer with the float types of its outputs, and add them to ``types``."""
     result = []
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
+    for layer in layers:
         outputs = []
         for position in range(layer.num_outputs):
             name = layer.get_output(position).name

@@ -1136,7 +1136,7 @@ def _omni_config(spec: OmniSpec) -> dict[str, Any]:
         },
         "talker_config": {
             "accept_hidden_layer": spec.accept_hidden_layer,
-            "code_predictor_config": _predictor_config(spec),
+            "code_predictor_config": _predictor_config(spec) | {"max_position_embeddings": 32768},
             "num_code_groups": spec.num_code_groups,
             "speaker_id": _ids(spec, _OMNI_SPEAKERS),
             "text_config": _omni_decoder_config(spec.talker, spec.talker_experts, spec.talker_vocab),
