@@ -621,6 +621,10 @@ def test_a_checkpoint_is_no_engine_folder(omni: Any) -> None:
         Qwen3Omni.from_engine_dir(thinker_dir=omni.checkpoint)
     with pytest.raises(ConfigError, match=message.format("talker")):
         Qwen3TTS.from_engine_dir(talker_dir=omni.checkpoint)
+    message = r"checkpoint is a checkpoint, no engine folder: build it with cpspec-build .* and name ENG$"
+    for kind in (Qwen3Omni, Qwen3TTS):
+        with pytest.raises(ConfigError, match=message):
+            kind.from_engine_dir(omni.checkpoint)
 
 
 def test_the_two_models_are_told_apart(omni: Any, variants: dict[str, Any]) -> None:
@@ -639,6 +643,12 @@ def test_the_two_models_are_told_apart(omni: Any, variants: dict[str, Any]) -> N
 def test_a_thinker_of_another_width_is_refused(omni: Any, omni_copy: Path) -> None:
     edit_config(omni_copy / "talker", lambda config: config.update(thinker_hidden_size=32))
     with pytest.raises((ConfigError, EngineError), match=r"thinker_hidden_size 32|its config asks for"):
+        Qwen3Omni.from_engine_dir(omni_copy)
+
+
+def test_a_thinker_without_the_talkers_tokens_is_refused(omni_copy: Path) -> None:
+    edit_config(omni_copy / "talker", lambda config: config.update(tts_eos_token_id=512))
+    with pytest.raises(EngineError, match=r"embedding has 512 tokens, the Talker in .* needs the token 512"):
         Qwen3Omni.from_engine_dir(omni_copy)
 
 

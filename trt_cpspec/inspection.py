@@ -54,11 +54,12 @@ def check_component(folder: Path, name: str) -> None:
     kind = _folder_kind(folder)
     if kind == _KINDS[name]:
         return
-    if kind == _CHECKPOINT:
-        raise ConfigError(
-            f"{folder} is a checkpoint, no engine folder: build it with cpspec-build --checkpointDir {folder} "
-            f"--engineDir ENG, and name ENG/{_PLACES[name]}"
-        )
+    for root in (folder, folder.parent)[: 1 if kind else 2]:
+        if _folder_kind(root) == _CHECKPOINT:
+            raise ConfigError(
+                f"{root} is a checkpoint, no engine folder: build it with cpspec-build --checkpointDir {root} "
+                f"--engineDir ENG, and name ENG{f'/{_PLACES[name]}' if root == folder else ''}"
+            )
     near = [root / place for root in (folder, folder.parent) for place in (name, _PLACES[name])]
     meant = next((path for path in near if path != folder and _folder_kind(path) == _KINDS[name]), None)
     if meant is not None:

@@ -431,8 +431,7 @@ def _check_template(document: Mapping[str, Any], place: str) -> None:
         value = document.get(key)
         if value is not None and value is not only:
             raise ConfigError(
-                f"{place}{key} is {value!r:.80}; the template is fixed, "
-                f"leave the key out or give {json.dumps(only)}"
+                f"{place}{key} is {value!r:.80}; the template is fixed, leave the key out or give {json.dumps(only)}"
             )
 
 

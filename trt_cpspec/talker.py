@@ -329,4 +329,10 @@ def _text_table(folder: Path, spec: TalkerSpec, thinker_dir: Path | None) -> Row
             f"{thinker_dir}: embedding has shape {list(table.shape)}, the Talker in {folder} needs rows of "
             f"thinker_hidden_size {spec.text_hidden_size}"
         )
+    largest = max(spec.ids.tts_pad_token_id, spec.ids.tts_bos_token_id, spec.ids.tts_eos_token_id)
+    if largest >= len(table):
+        raise EngineError(
+            f"{thinker_dir}: embedding has {len(table)} tokens, the Talker in {folder} needs the token {largest}: they "
+            f"are of different checkpoints"
+        )
     return table
