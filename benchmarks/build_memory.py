@@ -1,7 +1,8 @@
 """Show the peak memory of cpspec-build on a generated checkpoint that is much larger.
 
     python benchmarks/build_memory.py --size 1b7 --dtype F32                          # 8.3 GB
-    python benchmarks/build_memory.py --size omni-30b-a3b --layers 4 --dtype BF16     # 8.7 GB
+    python benchmarks/build_memory.py --size omni-30b-a3b --layers 4 --dtype BF16     # 8.2 GB
+    python benchmarks/build_memory.py --size omni-30b-a3b-narrow                      # as many tensors, all small
 
 The build runs in a process of its own; its peak resident memory is the kernel's own count (ru_maxrss).
 """
@@ -30,7 +31,7 @@ GIB = 2**30
 @click.command()
 @click.option(
     "--size",
-    type=click.Choice(["tiny", "demo", "0b6", "1b7", "omni-tiny", "omni-30b-a3b"]),
+    type=click.Choice(["tiny", "demo", "0b6", "1b7", "omni-tiny", "omni-30b-a3b", "omni-30b-a3b-narrow"]),
     default="1b7",
     show_default=True,
 )
@@ -72,7 +73,11 @@ def main(size: str, layers: int | None, dtype: str, precision: str, work_dir: Pa
 
 def checkpoint_spec(size: str, layers: int | None, dtype: str) -> SyntheticSpec | OmniSpec:
     """Return what to generate, cut to a number of layers."""
-    presets = {"omni-tiny": OmniSpec.tiny, "omni-30b-a3b": OmniSpec.released_30b_a3b}
+    presets = {
+        "omni-tiny": OmniSpec.tiny,
+        "omni-30b-a3b": OmniSpec.released_30b_a3b,
+        "omni-30b-a3b-narrow": narrow_30b_a3b,
+    }
     spec = presets[size](dtype=dtype) if size in presets else replace(spec_of(size, 0.75), dtype=dtype)
     if layers is None:
         return spec
@@ -80,6 +85,22 @@ def checkpoint_spec(size: str, layers: int | None, dtype: str) -> SyntheticSpec 
     if isinstance(spec, OmniSpec):
         spec = replace(spec, thinker=shallow(spec.thinker, layers), accept_hidden_layer=1)
     return spec
+
+
+def narrow_30b_a3b(dtype: str) -> OmniSpec:
+    """Return the layers and experts of the released model with narrow matrices: names and nodes are what costs."""
+    spec, tiny = OmniSpec.released_30b_a3b(dtype=dtype), OmniSpec.tiny()
+    assert spec.thinker_experts is not None
+    assert spec.talker_experts is not None
+    return replace(
+        tiny,
+        dtype=dtype,
+        thinker=replace(tiny.thinker, layers=spec.thinker.layers),
+        thinker_experts=replace(spec.thinker_experts, intermediate=16),
+        talker=replace(tiny.talker, layers=spec.talker.layers),
+        talker_experts=replace(spec.talker_experts, intermediate=16, shared=16),
+        accept_hidden_layer=spec.accept_hidden_layer,
+    )
 
 
 def shallow(size: DecoderSize, layers: int) -> DecoderSize:

@@ -48,9 +48,9 @@ class BuildOptions:
     precision : str
         ``fp32`` or ``fp16``: how weights and side files are stored. The codec is always FP32.
     max_input_len : int
-        Rows of the Talker's prefill.
+        Rows of a prefill.
     max_kv_cache_capacity : int
-        Positions of the Talker: prefill rows and frames.
+        Positions of the Talker, and of a Thinker: prefill rows and what is made behind them.
     max_batch_size : int
     max_verify_size : int
         Positions that one CodePredictor pass may take for a row; 1 builds an engine that cannot verify.

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from trt_cpspec import __version__
-from trt_cpspec.cli import SEED, PathOption, inspect, progress_bar, reports_errors, set_up_logging, tts
+from trt_cpspec.cli import SEED, PathOption, inspect, llm, progress_bar, reports_errors, set_up_logging, tts
 from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError
 
@@ -66,14 +66,14 @@ _REPORT_STEPS = 1000
     "max_input_len",
     metavar="N",
     type=int,
-    help="Rows of the Talker's prefill: longest text, in tokens.  [default: 1024]",
+    help="Rows of a prefill: longest text or conversation, in tokens.  [default: 1024]",
 )
 @click.option(
     "--maxKVCacheCapacity",
     "max_kv_cache_capacity",
     metavar="N",
     type=int,
-    help="Positions of the Talker: prefill rows and frames.  [default: 4096]",
+    help="Positions of Talker and Thinker: prefill rows and what is made behind them.  [default: 4096]",
 )
 @click.option(
     "--maxBatchSize",
@@ -270,11 +270,12 @@ def demo(output_dir: Path, text: str, seed: int, verify_size: int) -> None:
 @click.group("cpspec", context_settings={"help_option_names": ["--help", "-h"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Exact speculative decoding of the CodePredictor in Qwen3-TTS."""
+    """Exact speculative decoding of the CodePredictor in Qwen3-TTS and Qwen3-Omni."""
 
 
 main.add_command(build, "build")
 main.add_command(tts, "tts")
+main.add_command(llm, "llm")
 main.add_command(demo)
 main.add_command(inspect)
 
