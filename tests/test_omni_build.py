@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from onnx import TensorProto
 from trt_cpspec.builder import engine as engine_module
 from trt_cpspec.builder.build import ONNX_RUNTIME, BuildOptions
+from trt_cpspec.builder.cli import build as cpspec_build
 from trt_cpspec.builder.engine import Backend, EngineOptions, OnnxGraph, layer_types
 from trt_cpspec.builder.graph import GRAPH_FILE, OPSET
 from trt_cpspec.builder.omni import CODEC_FOLDER, OMNI_COMPONENTS, OmniBuild
 from trt_cpspec.builder.omni_checkpoint import read_omni_checkpoint
 from trt_cpspec.builder.profile import Kind, Limits, profiles_for
+from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
 from trt_cpspec.builder.synthetic import CodecSize, DecoderSize, ExpertSize, OmniSpec, write_checkpoint
 
 from trt_cpspec.errors import ConfigError
@@ -236,6 +239,22 @@ def test_an_older_build_is_replaced_and_another_folder_is_not(engine: Path, tmp_
         OmniBuild(CHECKPOINT, copy, BuildOptions())
 
 
+def test_cpspec_build_tells_the_family(tmp_path: Path) -> None:
+    target = tmp_path / "engine"
+    options = ["--engineDir", str(target), "--backend", "onnxruntime", "--maxBatchSize", "2"]
+    result = CliRunner().invoke(cpspec_build, ["--checkpointDir", str(CHECKPOINT), *options])
+    assert result.exit_code == 0, result.output
+    limits = [json.loads((target / n / "config.json").read_text())["builder_config"] for n in OMNI_COMPONENTS]
+    assert [entry.get("max_batch_size") for entry in limits] == [2, 2, 2, None]
+    checkpoint = copied(tmp_path)
+    (checkpoint / "config.json").write_text('{"model_type": "qwen2"}')
+    result = CliRunner().invoke(cpspec_build, ["--checkpointDir", str(checkpoint), *options])
+    assert result.exit_code == 2
+    assert "'qwen2'; what can be built is one of qwen3_tts, qwen3_omni, qwen3_omni_moe" in " ".join(
+        result.output.split()
+    )
+
+
 # -- the graphs -------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +359,17 @@ def test_plans_of_every_component(rtx_binding: Any, tmp_path: Path, precision: s
         assert record["precision"] == ("fp32" if name == CODEC_FOLDER else precision)
         assert (tmp_path / "engine" / name / record["plan"]["file"]).stat().st_size == record["plan"]["bytes"]
     assert kinds == [None, None, 8, None]
+
+
+def test_exported_graphs_go_where_their_like_lies(engine: Path, tmp_path: Path) -> None:
+    """A dry run over a tree of graphs names the folders of the layout."""
+    outcomes = rebuild(engine, tmp_path / "plans", None, RebuildOptions(dry_run=True))
+    assert {str(outcome.folder.relative_to(tmp_path / "plans")): outcome.kind for outcome in outcomes} == {
+        "thinker": "decoder",
+        "talker": "decoder",
+        "code_predictor": "code predictor",
+        CODEC_FOLDER: "codec decoder",
+    }
 
 
 def test_many_layers_of_mixtures(rtx_binding: Any, tmp_path: Path) -> None:
