@@ -284,6 +284,16 @@ def test_speech_needs_a_talker(omni: Any, work: Path) -> None:
     assert spoken.exit_code == 0  # the codec is found beside the Talker
 
 
+def test_the_codec_is_found_in_the_multimodal_folder(omni_copy: Path, work: Path) -> None:
+    (omni_copy / "multimodal").rename(work / "media")
+    flags = ("--engineDir", str(omni_copy / "thinker"), "--enableAudioOutput", "--talkerEngineDir")
+    result = run(
+        *flags, str(omni_copy / "talker"), "--multimodalEngineDir", "media", *SAY, "--maxGenerateLength", "2",
+        "--seed", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trt_cpspec.config import RoleIds, SamplingParams, Section, ThinkerSpec
+from trt_cpspec.config import RoleIds, SamplingParams, Section, TalkerSpec, ThinkerSpec
 from trt_cpspec.errors import ConfigError, CpSpecError, EngineError, NumericsError
 from trt_cpspec.omni import Qwen3Omni, Reply
 from trt_cpspec.pipeline import Qwen3TTS
@@ -550,6 +550,22 @@ def test_an_engine_that_fails_ends_the_answers_that_go_on(omni: Any, monkeypatch
     assert str(failed) == "out of memory"
 
 
+def test_a_head_that_fails_spares_the_answer_that_has_just_ended(omni: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [chat("Hello", seed=1, max_generate_length=n, max_audio_length=2) for n in (2, 9)]
+    expected = run(omni.model, requests[:1])[0]
+    apply, calls = omni.model.thinker.logits, iter(range(1000))
+
+    def failing(hidden: np.ndarray) -> Any:
+        if next(calls) == 3:  # the second row's second token
+            raise EngineError("out of memory")
+        return apply(hidden)
+
+    monkeypatch.setattr(omni.model.thinker, "logits", failing)
+    done, failed = run(omni.model, requests)
+    assert_same(done, expected)
+    assert str(failed) == "out of memory"
+
+
 def test_speech_that_fails_fails_its_request(omni: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = omni.model.voice.codec
     monkeypatch.setattr(codec, "decode", lambda codes: (_ for _ in ()).throw(EngineError("no memory")))
@@ -671,6 +687,16 @@ def test_a_thinkers_config(omni: Any) -> None:
     for key in ("eos_token_id", "user_token_id", "hidden_size"):
         with pytest.raises(ConfigError, match=f"the key {key} is missing"):
             ThinkerSpec.from_section(Section({k: v for k, v in values.items() if k != key}, "c"))
+
+
+def test_a_talkers_config(omni: Any) -> None:
+    values = json.loads((omni.engine / "talker" / "config.json").read_text(encoding="utf-8"))
+    spec = TalkerSpec.from_section(Section(values | {"intermediate_size": 80, "thinker_hidden_size": 96}, "c"))
+    assert (spec.is_omni, spec.projection_size, spec.text_hidden_size, spec.min_frames) == (True, 80, 96, 0)
+    assert spec.ids.codec_think_id == -1
+    generation = {"talker_do_sample": False, "talker_top_k": 7, "subtalker_top_p": 0.5, "top_k": 9}
+    changed = TalkerSpec.from_section(Section(values | {"generation_config": generation}, "c")).defaults
+    assert (changed.talker.temperature, changed.talker.top_k, changed.subtalker.top_p) == (0.0, 7, 0.5)
 
 
 def test_a_talker_without_speakers_is_refused(omni_copy: Path) -> None:
