@@ -206,6 +206,12 @@ def build() -> Callable[..., Path]:
     return build_engine
 
 
+@pytest.fixture(scope="session")
+def build_omni() -> Callable[..., Path]:
+    """``build_omni(checkpoint, engine, **options)`` builds every component of a Qwen3-Omni."""
+    return build_omni_engine
+
+
 @pytest.fixture
 def edited_checkpoint(tmp_path: Path) -> Callable[..., Path]:
     """``edited_checkpoint(edit, name="tts_a")`` copies a golden checkpoint; ``edit`` changes its config in place."""

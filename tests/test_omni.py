@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trt_cpspec.builder.synthetic import OmniSpec, write_checkpoint
 
 from trt_cpspec.config import RoleIds, SamplingParams, Section, TalkerSpec, ThinkerSpec
 from trt_cpspec.errors import ConfigError, CpSpecError, EngineError, NumericsError
@@ -236,6 +237,32 @@ def test_coupled_speech_is_autoregressive_speech(omni: Any, seed: int) -> None:
     for verify_size in (2, 3, 8):
         reply = omni.model.respond("Hello there", verify_size=verify_size, mode="coupled", **options)
         assert_same(reply, expected, stats=False)
+
+
+@pytest.fixture(scope="module", params=["mixture", "dense"])
+def lively(
+    request: pytest.FixtureRequest, build_omni: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Qwen3Omni:
+    """A generated checkpoint whose drafts are right about half of the time."""
+    folder = tmp_path_factory.mktemp(request.param)
+    experts = {} if request.param == "mixture" else {"thinker_experts": None, "talker_experts": None}
+    write_checkpoint(folder / "checkpoint", OmniSpec.tiny(agreement=0.8, codebook_size=256, **experts))
+    return Qwen3Omni.from_engine_dir(build_omni(folder / "checkpoint", folder / "engine"), threads=1)
+
+
+def test_wide_windows_pay_off_and_change_nothing(lively: Qwen3Omni) -> None:
+    commits = np.zeros(8, int)
+    for seed in range(4):
+        options = {"seed": seed, "max_audio_length": 12, "max_generate_length": 10}
+        expected = lively.respond("Hello world", **options)
+        for verify_size in (3, 8):
+            reply = lively.respond("Hello world", verify_size=verify_size, mode="coupled", **options)
+            assert_same(reply, expected, stats=False)
+            assert reply.speech is not None
+            assert expected.speech is not None
+            assert reply.speech.stats.passes < expected.speech.stats.passes
+        commits += reply.speech.stats.as_dict()["commit_histogram"]
+    assert (commits > 0).sum() >= 6, commits
 
 
 @pytest.mark.parametrize(("width", "asked"), [(1, 3), (3, 4)])
