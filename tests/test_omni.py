@@ -358,6 +358,8 @@ def test_more_conversations_than_a_batch_holds(omni: Any) -> None:
     for text, reply in zip(texts, omni.model.respond_all(texts, **options), strict=True):
         assert_same(reply, omni.model.respond(text, **options))
     assert omni.model.respond_all([]) == []
+    with pytest.raises(ConfigError, match="give a list of conversations"):
+        omni.model.respond_all("Hello")
     with pytest.raises(ConfigError, match="a batch of 5 exceeds the engine's max_batch_size 4"):
         run(omni.model, [REQUESTS[0]] * 5)
 
@@ -693,6 +695,12 @@ def test_a_thinker_without_the_talkers_tokens_is_refused(omni_copy: Path) -> Non
     edit_config(omni_copy / "talker", lambda config: config.update(tts_eos_token_id=512))
     with pytest.raises(EngineError, match=r"embedding has 512 tokens, the Talker in .* needs the token 512"):
         Qwen3Omni.from_engine_dir(omni_copy)
+
+
+def test_a_template_that_makes_nothing_is_refused(omni_copy: Path) -> None:
+    (omni_copy / "thinker" / "chat_template.jinja").write_text("")
+    with pytest.raises(ConfigError, match="the chat template makes nothing of the messages"):
+        Qwen3Omni.from_engine_dir(omni_copy).respond("Hi")
 
 
 def test_a_tokenizer_of_another_checkpoint_is_refused(omni: Any, omni_copy: Path) -> None:

@@ -204,6 +204,8 @@ class Qwen3Omni:
         NumericsError, EngineError
             The model failed on a conversation.
         """
+        if isinstance(conversations, str):
+            raise ConfigError("give a list of conversations, or one to respond()")
         prepared = [self.prepare(_chat(conversation, options)) for conversation in conversations]
         window, checked = self.window(verify_size), checked_mode(mode)
         replies: list[Reply] = []
@@ -361,6 +363,8 @@ class Qwen3Omni:
     def _max_tokens(self, prompt_ids: Sequence[int], asked: int | None, warnings: list[str]) -> int:
         spec = self.thinker.spec
         limits, rows = spec.limits, len(prompt_ids)
+        if not rows:
+            raise ConfigError("the chat template makes nothing of the messages")
         if max(prompt_ids) >= spec.decoder.vocab_size:
             raise ConfigError(
                 f"the tokenizer gives the token {max(prompt_ids)}, the Thinker knows {spec.decoder.vocab_size}: they "
