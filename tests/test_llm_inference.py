@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from trt_cpspec import outputs
 from trt_cpspec.cli import llm, tts
 
 BIN = Path(sys.executable).parent
@@ -342,6 +345,25 @@ def test_a_request_that_fails_leaves_the_others_alone(omni: Any, omni_copy: Path
     assert failed["error"].startswith("Thinker, token 0: the logits hold nan")
     assert not {"audio_file", "rvq_file", "finish_reason", "audio_finish_reason", "cp_spec"} & set(failed)
     assert "batch1" not in "".join(files(work / "new"))
+
+
+def test_a_file_that_cannot_be_written_fails_its_request(
+    omni: Any, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = outputs.save, iter(range(9))
+
+    def second_fails(tensors: Any) -> bytes:
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(tensors)
+
+    monkeypatch.setattr(outputs, "save", second_fails)
+    options = {"max_generate_length": 3, "max_audio_length": 2}
+    responses = respond(omni.engine, [ask(seed=seed) for seed in range(3)], code=1, **options)
+    assert [response["output_text"] == "FAILED" for response in responses] == [False, True, False]
+    assert "No space left" in responses[1]["error"]
+    assert not {"finish_reason", "audio_file"} & set(responses[1])
+    assert len(files(work / "audio")) == 4
 
 
 def test_an_answer_without_a_word_is_a_silent_file(omni_copy: Path, work: Path) -> None:

@@ -151,12 +151,12 @@ def write_reply(
     """
     voice = prepared.voice
     speech = result if isinstance(result, CpSpecError) else result.speech
-    text = {}
-    if not isinstance(result, CpSpecError):
-        text = {"output_text": result.text, "finish_reason": result.finish_reason}
     sound = {} if speech is None else _outcome(folder, f"req{place[0]}_batch{place[1]}", speech)
     if "finish_reason" in sound:
         sound["audio_finish_reason"] = sound.pop("finish_reason")
+    text = {}
+    if not isinstance(result, CpSpecError) and "error" not in sound:
+        text = {"output_text": result.text, "finish_reason": result.finish_reason}
     heard = () if speech is None or isinstance(speech, CpSpecError) else speech.warnings
     return {
         "request_idx": place[0],
