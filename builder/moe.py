@@ -11,7 +11,8 @@ and weights stacked as ``[E, H, I]``, ``[E, H, I]`` and ``[E, I, H]``), which ca
 GPU has it.
 
 Source of the arithmetic: ``transformers`` 4.57, ``Qwen3OmniMoeThinkerTextSparseMoeBlock`` and
-``Qwen3OmniMoeTalkerTextSparseMoeBlock``. The router is FP32; of equal probabilities the expert of the lower index wins.
+``Qwen3OmniMoeTalkerTextSparseMoeBlock``. The router is FP32; of equal probabilities the expert of the lower index wins,
+as ONNX defines ``TopK`` (TensorRT leaves it open).
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class MoeWriter:
 
     def _unfolded(self, rows: str) -> str:
         """Return rows ``[N, H]`` as ``[B, T, H]``: both ways of an ``If`` must visibly give one shape."""
-        return self._graph.op("Reshape", rows, self._shape, allowzero=1)
+        return self._graph.op("Reshape", rows, self._shape)
 
     def _shared(self, name: str, hidden: str) -> str:
         """Write the expert that every row takes, scaled by a sigmoid of the row: ``[B, T, H]`` to ``[B, T, H]``."""

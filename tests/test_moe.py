@@ -160,12 +160,18 @@ def test_an_expert_that_nobody_chose_is_not_heard(tmp_path: Path, shape: tuple[i
 def test_one_graph_reads_rows_or_walks(tmp_path: Path) -> None:
     spec = MoeSpec.from_section(Section(CONFIG, "config"))
     write(tmp_path, spec, tensors(spec))
-    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
+    model = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
+    graph = model.graph
     (choice,) = (node for node in graph.node if node.op_type == "If")
     branches = {a.name: [node.op_type for node in a.g.node] for a in choice.attribute}
     assert "Scan" not in branches["then_branch"]
     assert branches["then_branch"].count("Gather") == 3
     assert branches["else_branch"].count("Scan") == 1
+    graph.output.append(onnx.helper.make_tensor_value_info(choice.input[0], TensorProto.BOOL, []))
+    (tmp_path / GRAPH_FILE).write_bytes(model.SerializeToString())
+    session = GraphSession(tmp_path / GRAPH_FILE)
+    few = [bool(session.run({"hidden": rows(*shape)})[choice.input[0]]) for shape in SHAPES]
+    assert few == [batch * length <= FEW for batch, length in SHAPES]
     stacks = {item.name: list(item.dims) for item in graph.initializer if ".experts." in item.name}
     # The layout of TensorRT's IMoELayer.
     assert stacks == {
