@@ -95,7 +95,7 @@ class MoeWriter:
         self._graph, self._products, self._spec = products.graph, products, spec
         self._hidden_size, self._gathered_rows = hidden_size, gathered_rows
         self._few: str | None = None
-        # One value for all layers: TensorRT-RTX cannot follow a shape that depends on the layer before, and so on.
+        # One value for all layers: TensorRT-RTX follows shapes that depend on one another a few steps far.
         self._shape = self._graph.op("Shape", inputs)
 
     def layer(self, name: str, hidden: str) -> str:
