@@ -24,7 +24,8 @@ from trt_cpspec.talker import assemble_answer_prompt, processed_logits, talker_l
 
 MODES = ("rejection", "coupled")
 GREEDY = dict.fromkeys(("temperature", "talker_temperature", "subtalker_temperature"), 0.0)
-ABSOLUTE = 5e-5
+ABSOLUTE = 2e-5
+LOGITS = 5e-5
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -86,7 +87,7 @@ def test_thinker(omni_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reply = omni_case.respond()
     assert list(reply.token_ids) == omni_case["thinker_ids"].tolist()
     assert (reply.text, reply.finish_reason) == (omni_case.prompt["text"], omni_case.prompt["thinker_finish"])
-    near(logits[:3], omni_case["thinker_logits"])
+    near(logits[:3], omni_case["thinker_logits"], LOGITS)
     fed = [*omni_case["prompt_ids"].tolist(), *reply.token_ids[:-1]]
     np.testing.assert_array_equal(thinker.embed(fed), omni_case["thinker_embeds"])
     # Of text alone the three axes agree, and are the slots of the cache.
@@ -155,7 +156,7 @@ def test_free_running(omni_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(speech.codes, omni_case["codes"])
     assert speech.finish_reason == omni_case.prompt["talker_finish"]
     near(record.hidden, omni_case["talker_hidden"])
-    near(record.logits, omni_case["talker_logits"])
+    near(record.logits, omni_case["talker_logits"], LOGITS)
     near(record.next_embeds, omni_case["next_embeds"])
     np.testing.assert_array_equal(omni_case["talker_position_ids"], np.stack([record.positions[0]] * 3))
     np.testing.assert_array_equal(omni_case["next_position_ids"], np.stack(record.positions[1:]).repeat(3, axis=1))
@@ -188,8 +189,8 @@ def test_code_predictor(omni_case: Any, width: int) -> None:
             states += list(predictor.forward(part, np.array([depth]), np.array([part.shape[1]]))[0].copy())
         near(states, omni_case["cp_hidden"][frame])
         logits = predictor.target_logits(np.stack(states), 1)
-        near(logits, omni_case["cp_logits"][frame])
-        near([law(row, defaults) for row in logits], omni_case["cp_law"][frame])
+        near(logits, omni_case["cp_logits"][frame], LOGITS)
+        near([law(row, defaults) for row in logits], omni_case["cp_law"][frame], 5e-6)
 
 
 def test_codec(omni: Any) -> None:
