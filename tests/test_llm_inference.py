@@ -208,7 +208,7 @@ def test_text_needs_no_engines_of_speech(omni: Any, work: Path) -> None:
 
 
 def test_a_text_on_the_command_line(omni: Any, work: Path) -> None:
-    args = ("--text", "Hi", "--seed", "4", "--maxGenerateLength", "3")
+    args = ("--text", "Hi", "--seed", "6", "--maxGenerateLength", "3")
     document = json.loads(run("--engineDir", str(omni.engine / "thinker"), *args, "--dumpProfile").stdout)
     assert document["input_file"] == ""
     assert document["responses"][0]["messages"] == [{"role": "user", "content": "Hi"}]
@@ -279,21 +279,20 @@ def test_what_cannot_be_used_is_refused_before_any_work(case: str, omni: Any, wo
 
 
 def test_speech_needs_a_talker(omni: Any, work: Path) -> None:
-    flags = ("--engineDir", str(omni.engine / "thinker"), "--enableAudioOutput", *SAY)
+    Path("input.json").write_text(json.dumps({"requests": [ask()], "max_audio_length": 1}))
+    flags = ("--engineDir", str(omni.engine / "thinker"), "--enableAudioOutput", "--inputFile", "input.json")
     result = run(*flags)
     assert result.exit_code == 2
     assert f"did you mean --talkerEngineDir {omni.engine}/talker?" in result.stderr
-    spoken = run(*flags, "--talkerEngineDir", str(omni.engine / "talker"), "--seed", "1", "--maxGenerateLength", "2")
+    spoken = run(*flags, "--talkerEngineDir", str(omni.engine / "talker"))
     assert spoken.exit_code == 0  # the codec is found beside the Talker
 
 
 def test_the_codec_is_found_in_the_multimodal_folder(omni_copy: Path, work: Path) -> None:
     (omni_copy / "multimodal").rename(work / "media")
-    flags = ("--engineDir", str(omni_copy / "thinker"), "--enableAudioOutput", "--talkerEngineDir")
-    result = run(
-        *flags, str(omni_copy / "talker"), "--multimodalEngineDir", "media", *SAY, "--maxGenerateLength", "2",
-        "--seed", "1",
-    )  # fmt: skip
+    Path("input.json").write_text(json.dumps({"requests": [ask()], "max_audio_length": 1}))
+    flags = ("--engineDir", str(omni_copy / "thinker"), "--enableAudioOutput", "--inputFile", "input.json")
+    result = run(*flags, "--talkerEngineDir", str(omni_copy / "talker"), "--multimodalEngineDir", "media")
     assert result.exit_code == 0, result.output
 
 
