@@ -24,6 +24,7 @@ from trt_cpspec.builder.omni import CODEC_FOLDER, OMNI_COMPONENTS, OmniBuild
 from trt_cpspec.builder.omni_checkpoint import read_omni_checkpoint
 from trt_cpspec.builder.profile import Kind, Limits, profiles_for
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
+from trt_cpspec.builder.sidecar import sha256_of
 from trt_cpspec.builder.synthetic import CodecSize, DecoderSize, ExpertSize, OmniSpec, write_checkpoint
 
 from trt_cpspec.errors import ConfigError
@@ -426,6 +427,48 @@ def test_a_generated_checkpoint_has_the_names_and_shapes_of_a_released_one(tmp_p
     ours, theirs = read_omni_checkpoint(tmp_path / "checkpoint"), read_omni_checkpoint(CHECKPOINT)
     for name in ("thinker", "thinker_moe", "talker", "talker_moe", "code_predictor", "speakers", "accept_hidden_layer"):
         assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_shards_build_the_same_engine(tmp_path: Path) -> None:
+    made = []
+    for name, shard_bytes in (("whole", 10**9), ("shards", 10**6)):
+        write_checkpoint(tmp_path / name, OmniSpec.tiny(shard_bytes=shard_bytes, dtype="BF16"))
+        engine = build_omni(tmp_path / name, tmp_path / f"{name}_engine")
+        made.append({path.relative_to(engine): sha256_of(path) for path in engine.rglob("*") if path.is_file()})
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 3
+    assert made[0] == made[1]
+
+
+def test_the_sizes_of_the_release() -> None:
+    """Nearly all of the 30B of the Thinker and the 3B of the Talker are experts."""
+    spec = OmniSpec.released_30b_a3b()
+    counts = [
+        size.layers * experts.experts * 3 * size.hidden * experts.intermediate
+        for size, experts in ((spec.thinker, spec.thinker_experts), (spec.talker, spec.talker_experts))
+        if experts is not None
+    ]
+    assert [round(count / 1e9, 1) for count in counts] == [29.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"thinker_experts": None}, "thinker_experts and talker_experts: give both, or none"),
+        ({"accept_hidden_layer": 2}, "accept_hidden_layer 2 must be below the Thinker's 2 layers"),
+        ({"codec": CodecSize()}, "latent_dim 32 must be hidden 16"),
+        ({"text_vocab": 300}, "text_vocab is 300; the tokenizer needs at least"),
+        ({"tts_model_type": "base"}, "'tts_model_type' is no field of OmniSpec"),
+    ],
+)
+def test_sizes_that_cannot_be_generated(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        OmniSpec.tiny(**changes)
+
+
+@pytest.mark.parametrize(("experts", "chosen", "intermediate"), [(2, 3, 8), (2, 0, 8), (2, 1, 0)])
+def test_no_mixture(experts: int, chosen: int, intermediate: int) -> None:
+    with pytest.raises(ConfigError, match="is no mixture"):
+        ExpertSize(experts=experts, chosen=chosen, intermediate=intermediate)
 
 
 def test_a_dense_checkpoint(tmp_path: Path) -> None:
