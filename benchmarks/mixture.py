@@ -1,9 +1,9 @@
-"""Time the two ways through a mixture of experts: gathered for few rows, walked through for many.
+"""Time the two ways through a mixture of experts: few rows gather their own, many pass all.
 
     python benchmarks/mixture.py --component talker --random-weights
 
-Two graphs of two layers at the sizes of Qwen3-Omni 30B-A3B, of which one gathers wherever that reads less than all
-experts and one for a single row alone, pass the same rows in turn.
+Two graphs of two layers at the sizes of Qwen3-Omni 30B-A3B run in turn: in one, as many rows gather as can without
+reading more than all experts; in the other, a single one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build(folder: Path, component: str, threads: int | None) -> dict[str, tuple[
     thinker, talker = (replace(size, layers=LAYERS) for size in (spec.thinker, spec.talker))
     write_checkpoint(folder / "checkpoint", replace(spec, thinker=thinker, talker=talker, codec=OmniSpec.tiny().codec))
     sessions = {}
-    for name, batch in (("gathered", 128), ("walked", 1)):
+    for name, batch in (("gathered", 128), ("passed", 1)):
         options = BuildOptions(max_batch_size=batch, max_kv_cache_capacity=CAPACITY, max_input_len=512)
         with OmniBuild(folder / "checkpoint", folder / name, options) as run:
             {folder: write for folder, _, write in run.components}[component](lambda: None)
@@ -68,7 +68,7 @@ def build(folder: Path, component: str, threads: int | None) -> dict[str, tuple[
 
 
 def measure(sessions: dict[str, tuple[DecoderSession, int]], rows: int, passes: int) -> dict[str, Any]:
-    """Pass the same rows through both graphs in turn; milliseconds a layer, quartiles behind the median."""
+    """Run so many rows through both graphs in turn; milliseconds a layer, quartiles behind the median."""
     random = np.random.default_rng(rows)
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for session, _ in sessions.values():

@@ -68,7 +68,7 @@ def write_decoder(
     moe : MoeSpec or None
         The mixture that stands in every layer; None is one MLP.
     gathered_rows : int
-        Up to how many rows of a pass a mixture gathers its experts.
+        How many rows of a pass gather their experts in a mixture.
     accept_hidden_layer : int or None
         After how many layers ``accept_hidden_states`` is taken; None is no such output.
     progress : callable

@@ -16,7 +16,7 @@ import importlib.util
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,13 +220,12 @@ class OnnxGraph:
         graph = self._model.graph
         used = {item.data_type for item in graph.initializer}
         used |= {item.type.tensor_type.elem_type for item in (*graph.input, *graph.output)}
-        casts = [node for body in _bodies(graph) for node in body.node if node.op_type == "Cast"]
-        used |= {a.i for node in casts for a in node.attribute if a.name == "to"}
+        used |= {a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
         return next((name for kind, name in _PRECISIONS if kind in used), "fp32")
 
     def operators(self) -> dict[str, tuple[int, str]]:
         """Return how often each operator occurs and the name of its first node."""
-        nodes = [node for body in _bodies(self._model.graph) for node in body.node]
+        nodes = self._model.graph.node
         counts = Counter(node.op_type for node in nodes)
         first = {node.op_type: node.name for node in reversed(nodes)}
         return {kind: (count, first[kind]) for kind, count in counts.items()}
@@ -235,21 +234,10 @@ class OnnxGraph:
         """Return the float type of each value by name; integers and booleans are left out."""
         graph = onnx.shape_inference.infer_shapes(self._model).graph
         types = {
-            item.name: item.type.tensor_type.elem_type
-            for body in _bodies(graph)
-            for item in (*body.input, *body.value_info, *body.output)
+            item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)
         }
         types |= {item.name: item.data_type for item in graph.initializer}
         return {name: _FLOATS[kind] for name, kind in types.items() if kind in _FLOATS}
-
-
-def _bodies(graph: Any) -> Iterator[Any]:
-    """Yield a graph and the graphs inside its nodes: branches of an ``If``, steps of a ``Scan``."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield from _bodies(attribute.g)
 
 
 def _graph_input(item: Any) -> GraphInput:
@@ -585,15 +573,7 @@ def _set_types(trt: Any, network: Any, config: Any, graph: OnnxGraph, constraint
                 layer.set_output_type(index, data_types[kind])
 
 
-_CONTROL = frozenset(
-    {
-        *("CONDITION", "CONDITIONAL_INPUT", "CONDITIONAL_OUTPUT"),
-        *("ITERATOR", "LOOP_OUTPUT", "RECURRENCE", "TRIP_LIMIT"),
-    }
-)
-"""Layers that hand values in and out of branches and loops."""
-
-_UNCONSTRAINED = _CONTROL | {"CONSTANT", "SHAPE", "CAST", "IDENTITY", "PLUGIN", "PLUGIN_V2", "PLUGIN_V3"}
+_UNCONSTRAINED = frozenset({"CONSTANT", "SHAPE", "CAST", "IDENTITY", "PLUGIN", "PLUGIN_V2", "PLUGIN_V3"})
 """Layers whose types are their own."""
 
 _MOVERS = frozenset({"CONCATENATION", "GATHER", "SCATTER", "SELECT", "SHUFFLE", "SLICE", "SQUEEZE", "UNSQUEEZE"})
@@ -604,7 +584,6 @@ _CARRIERS = frozenset(
         *("ACTIVATION", "CONCATENATION", "CONVOLUTION", "DECONVOLUTION", "ELEMENTWISE", "GATHER", "MATRIX_MULTIPLY"),
         *("NORMALIZATION", "PADDING", "POOLING", "REDUCE", "SCALE", "SCATTER", "SELECT", "SHUFFLE", "SLICE", "SOFTMAX"),
         *("SQUEEZE", "UNARY", "UNSQUEEZE"),
-        *(_CONTROL - {"CONDITION", "TRIP_LIMIT"}),
     }
 )
 """Layers whose unnamed float output has the type of their first float input."""
@@ -623,16 +602,9 @@ def layer_types(network: Any, named: Mapping[str, str]) -> list[tuple[Any, list[
         See :meth:`OnnxGraph.float_types`.
     """
     types = dict(named)
-    layers = [network.get_layer(index) for index in range(network.num_layers)]
-    # Twice: what hands a value into a branch stands behind the layers that read it there.
-    _note_types(layers, types)
-    return _note_types(layers, types)
-
-
-def _note_types(layers: Sequence[Any], types: dict[str, str]) -> list[tuple[Any, list[str | None]]]:
-    """Return each layer with the float types of its outputs, and add them to ``types``."""
     result = []
-    for layer in layers:
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
         outputs = []
         for position in range(layer.num_outputs):
             name = layer.get_output(position).name

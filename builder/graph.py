@@ -8,8 +8,7 @@ A graph written here holds no weight in memory: each initializer is read, conver
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -37,14 +36,6 @@ ELEMENT = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16, "BF16": TensorP
 Blocks = Iterable[NDArray[np.float32]]
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """Type and shape of a value; a string extent is a dynamic one of that name."""
-
-    dtype: int
-    shape: tuple[int | str, ...]
-
-
 class GraphWriter:
     """Build one graph: declare inputs, weights and nodes by name, then :meth:`save`.
 
@@ -61,8 +52,7 @@ class GraphWriter:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._name = name
-        self._nodes: list[onnx.NodeProto] = []  # of the graph, or of the body that is being written
-        self._node_count = 0
+        self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._initializers: list[onnx.TensorProto] = []
@@ -89,7 +79,7 @@ class GraphWriter:
 
     def output(self, value: str, name: str, dtype: int, shape: Sequence[int | str]) -> None:
         """Declare ``value`` as the graph output ``name``."""
-        self._append(helper.make_node("Identity", [value], [name], name=f"output_{name}"))
+        self._nodes.append(helper.make_node("Identity", [value], [name], name=f"output_{name}"))
         self.rename_output(name, dtype, shape)
 
     def rename_output(self, name: str, dtype: int, shape: Sequence[int | str]) -> None:
@@ -103,61 +93,8 @@ class GraphWriter:
     def op_n(self, kind: str, inputs: Sequence[str], outputs: int | Sequence[str], **attributes: Any) -> list[str]:
         """Append a node with several outputs (a count, or their names) and return the names."""
         names = [self._fresh(kind) for _ in range(outputs)] if isinstance(outputs, int) else list(outputs)
-        self._append(helper.make_node(kind, list(inputs), names, name=f"node_{self._node_count}", **attributes))
+        self._nodes.append(helper.make_node(kind, list(inputs), names, name=f"node_{len(self._nodes)}", **attributes))
         return names
-
-    def choose(self, condition: str, then: Callable[[], str], otherwise: Callable[[], str], kind: Value) -> str:
-        """Append an ``If``: of two ways to one float value, the graph runs the one that ``condition`` names.
-
-        Parameters
-        ----------
-        condition : str
-            A boolean scalar.
-        then, otherwise : callable
-            Write nodes and return the value; they see every value declared so far, and nothing sees theirs.
-        kind : Value
-            Type and shape that both give.
-        """
-        branches = {
-            "then_branch": self._body("then", {}, then, kind),
-            "else_branch": self._body("else", {}, otherwise, kind),
-        }
-        return self.op("If", condition, **branches)
-
-    def accumulate(self, step: Callable[..., str], start: str, kind: Value, rows: Mapping[str, Value]) -> str:
-        """Append a ``Scan`` that carries one value through the rows of several others.
-
-        Parameters
-        ----------
-        step : callable
-            Writes nodes: takes the carried value and one row of each of ``rows``, returns the next carried value.
-        start : str
-            The first carried value.
-        kind : Value
-            Type and shape of what is carried.
-        rows : mapping of str to Value
-            What is walked along its first axis, and what one row of it is.
-        """
-        inputs = {self._fresh("carried"): kind} | {self._fresh("row"): value for value in rows.values()}
-        body = self._body("step", inputs, lambda: step(*inputs), kind)
-        return self.op("Scan", start, *rows, body=body, num_scan_inputs=len(rows))
-
-    def _body(self, name: str, inputs: Mapping[str, Value], write: Callable[[], str], output: Value) -> onnx.GraphProto:
-        """Return the graph that ``write`` writes; weights and constants it declares belong to the whole."""
-        outer, self._nodes = self._nodes, []
-        try:
-            result = {write(): output}
-            given, made = (
-                [helper.make_tensor_value_info(key, value.dtype, value.shape) for key, value in values.items()]
-                for values in (inputs, result)
-            )
-            return helper.make_graph(self._nodes, self._fresh(name), given, made)
-        finally:
-            self._nodes = outer
-
-    def _append(self, node: onnx.NodeProto) -> None:
-        self._nodes.append(node)
-        self._node_count += 1
 
     def constant(self, value: Any, dtype: Any = None) -> str:
         """Return the name of a small constant kept inside the graph; equal constants share one initializer."""

@@ -64,10 +64,6 @@ class Products:
         """Write ``silu(gate) * up``."""
         return self.graph.op("Mul", self.graph.op("Mul", gate, self.graph.op("Sigmoid", gate)), up)
 
-    def narrowed(self, value: str) -> str:
-        """Return the value in the type that products take: what several bodies read must be cast before them."""
-        return self.cast(value, self._product_element)
-
     def typed(self, value: str, element: int) -> str:
         """Note the type of a value."""
         self._types[value] = element

@@ -1,13 +1,16 @@
 """A mixture-of-experts layer in opset 17 primitives: exact top-k routing, and two ways to apply the chosen experts.
 
-Few rows (a step of a batch) gather the weights of their own experts: nothing else is read. Many rows (a prefill) walk
-through all experts, each applied to every row and added with the row's share of it, which is zero where the row did
-not choose it: one expert's weights and products are in flight at a time, however many rows there are. An ``If`` on the
-number of rows takes one of the two. TensorRT and TensorRT-RTX parse both; neither knows ``NonZero``, by which rows
-would be sorted to experts.
+The first few rows of a pass (all those of a step of a batch) gather the weights of their own experts: nothing else is
+read. The rows behind them (the rest of a prefill) pass all experts, as one product with the whole stack, and each adds
+what its own experts gave; the weights are read once however many rows there are, and the memory in use grows with the
+rows of a pass alone. Where a pass has no such rows, those products are empty.
+
+There is no control flow: a step can be captured as a CUDA graph, and the extents of both parts only grow with the rows,
+as TensorRT needs to plan its memory. Nor is there ``NonZero``, by which rows would be sorted to experts: TensorRT-RTX
+has none.
 
 The values in between are those of TensorRT's own layer (``IMoELayer``: hidden states, chosen experts, their scores,
-and weights stacked as ``[E, H, I]``, ``[E, H, I]`` and ``[E, I, H]``), which can take the place of the ``If`` where a
+and weights stacked as ``[E, H, I]``, ``[E, H, I]`` and ``[E, I, H]``), which can take the place of both ways where a
 GPU has it.
 
 Source of the arithmetic: ``transformers`` 4.57, ``Qwen3OmniMoeThinkerTextSparseMoeBlock`` and
@@ -17,17 +20,15 @@ as ONNX defines ``TopK`` (TensorRT leaves it open).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto
 
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError
 
-from .graph import Value
 from .linear import Products
 
 
@@ -72,7 +73,7 @@ class MoeSpec:
         )
 
     def gathered_rows(self, max_batch_size: int) -> int:
-        """Return up to how many rows gather: a step of the largest batch, unless that would read more than all."""
+        """Return how many rows of a pass gather: a step of the largest batch, unless that would read more than all."""
         return max(1, min(max_batch_size, self.num_experts // self.num_experts_per_tok))
 
 
@@ -88,35 +89,30 @@ class MoeWriter:
     hidden_size : int
         H.
     gathered_rows : int
-        Up to so many rows gather their experts' weights; more walk through all of them.
+        So many rows of a pass gather their experts' weights, the others pass all experts.
     """
 
     def __init__(self, products: Products, spec: MoeSpec, inputs: str, hidden_size: int, gathered_rows: int) -> None:
         self._graph, self._products, self._spec = products.graph, products, spec
         self._hidden_size, self._gathered_rows = hidden_size, gathered_rows
-        self._few: str | None = None
         # One value for all layers: TensorRT-RTX follows shapes that depend on one another a few steps far.
         self._shape = self._graph.op("Shape", inputs)
 
     def layer(self, name: str, hidden: str) -> str:
         """Write the mixture whose tensors begin with ``name``: ``[B, T, H]`` to ``[B, T, H]``."""
-        graph = self._graph
+        graph, split = self._graph, self._gathered_rows
         rows = graph.op("Reshape", hidden, graph.constant([-1, self._hidden_size], np.int64))  # [N, H]
-        experts, scores, shares = self._routed(name, rows)
+        routed = (rows, *self._routed(name, rows))
         stacks = self._stacks(name)
-        self._products.narrowed(rows)  # written here, where both ways see it
-        mixed = graph.choose(
-            self._are_few(rows),
-            lambda: self._unfolded(self._gathered(rows, experts, scores, stacks)),
-            lambda: self._unfolded(self._walked(rows, shares, stacks)),
-            Value(TensorProto.FLOAT, ("batch", "length", self._hidden_size)),
-        )
+        few, rest = ([self._sliced(value, *ends) for value in routed] for ends in ((0, split), (split, _END)))
+        parts = self._gathered(few, stacks), self._passed(rest, stacks)
+        mixed = graph.op("Reshape", graph.op("Concat", *parts, axis=0), self._shape)
         if self._spec.shared_expert_intermediate_size:
             mixed = graph.op("Add", mixed, self._shared(name, hidden))
         return mixed
 
-    def _routed(self, name: str, rows: str) -> tuple[str, str, str]:
-        """Return the chosen experts ``[N, k]``, their scores ``[N, k]``, and the scores of all ``[E, N, 1]``."""
+    def _routed(self, name: str, rows: str) -> tuple[str, str]:
+        """Return the experts that each row chose and their scores, both ``[N, k]``."""
         graph, spec = self._graph, self._spec
         router = self._products.weights.read(f"{name}.gate.weight", (spec.num_experts, self._hidden_size))
         stored = graph.weight(f"{name}.gate.weight", router.shape[::-1], [np.ascontiguousarray(router.T)])
@@ -128,10 +124,7 @@ class MoeWriter:
         if spec.norm_topk_prob:
             total = graph.op("ReduceSum", scores, graph.constant([1], np.int64), keepdims=1)
             scores = graph.op("Div", scores, total, output=f"{name}.scores")
-        zeros = graph.op("ConstantOfShape", graph.op("Shape", probabilities))
-        spread = graph.op("ScatterElements", zeros, experts, scores, axis=1)  # [N, E]
-        shares = graph.op("Unsqueeze", graph.op("Transpose", spread, perm=[1, 0]), graph.constant([2], np.int64))
-        return experts, scores, shares
+        return experts, scores
 
     def _stacks(self, name: str) -> tuple[str, str, str]:
         """Store gate and up ``[E, H, I]`` and down ``[E, I, H]``; one expert's matrix is in memory at a time."""
@@ -151,52 +144,34 @@ class MoeWriter:
         stored = self._graph.weight(label, [experts, *shape[::-1]], blocks(), products.dtype)
         return products.typed(stored, products.element)
 
-    def _are_few(self, rows: str) -> str:
-        """Return the boolean scalar by which rows gather; it is the same in every layer."""
-        if self._few is None:
-            graph = self._graph
-            extent = graph.op("Gather", graph.op("Shape", rows), graph.constant(0, np.int64))
-            self._few = graph.op("LessOrEqual", extent, graph.constant(self._gathered_rows, np.int64))
-        return self._few
-
-    def _gathered(self, rows: str, experts: str, scores: str, stacks: tuple[str, str, str]) -> str:
-        """Apply to each row the weights that it chose, read for it alone."""
-        graph, products = self._graph, self._products
-        # The bound is for TensorRT, which plans memory for the longest pass of a profile, taken this way or not.
-        few, experts, scores = (self._sliced(value, 0, self._gathered_rows) for value in (rows, experts, scores))
-        gate, up, down = (products.typed(graph.op("Gather", stack, experts), products.element) for stack in stacks)
-        column = graph.op("Unsqueeze", few, graph.constant([1, 2], np.int64))  # [n, 1, 1, H]
-        inner = products.activated(products.product(column, gate), products.product(column, up))  # [n, k, 1, I]
-        outputs = products.product(inner, down, wide=True)  # [n, k, 1, H]
+    def _gathered(self, routed: Sequence[str], stacks: Sequence[str]) -> str:
+        """Apply to each row the weights that it chose, read for it alone: ``[n, H]`` to ``[n, H]``."""
+        graph, products, (rows, experts, scores) = self._graph, self._products, routed
+        own = [products.typed(graph.op("Gather", stack, experts), products.element) for stack in stacks]
+        column = graph.op("Unsqueeze", rows, graph.constant([1, 2], np.int64))  # [n, 1, 1, H]
+        outputs = self._applied(column, own)  # [n, k, 1, H]
         shares = graph.op("Unsqueeze", scores, graph.constant([2, 3], np.int64))
-        mixed = graph.op("ReduceSum", graph.op("Mul", outputs, shares), graph.constant([1, 2], np.int64), keepdims=0)
-        # No row is left over where this way is taken; both ways must give the extent of the input.
-        return graph.op("Concat", mixed, self._sliced(rows, self._gathered_rows, _END), axis=0)
+        return graph.op("ReduceSum", graph.op("Mul", outputs, shares), graph.constant([1, 2], np.int64), keepdims=0)
 
-    def _walked(self, rows: str, shares: str, stacks: tuple[str, str, str]) -> str:
-        """Apply every expert to all rows, one after another, and add up each row's shares."""
-        graph, products, spec = self._graph, self._products, self._spec
-        outer, inner = self._hidden_size, spec.moe_intermediate_size
-        value = products.narrowed(rows)
+    def _passed(self, routed: Sequence[str], stacks: Sequence[str]) -> str:
+        """Apply every expert to every row and keep what each row chose: ``[n, H]`` to ``[n, H]``."""
+        graph, (rows, experts, scores) = self._graph, routed
+        outputs = self._applied(rows, stacks)  # [E, n, H]
+        count = graph.op("Slice", graph.op("Shape", rows), *(graph.constant([end], np.int64) for end in (0, 1)))
+        extents = graph.op("Concat", count, graph.constant([self._spec.num_experts], np.int64), axis=0)
+        zeros = graph.op("ConstantOfShape", extents)
+        spread = graph.op("ScatterElements", zeros, experts, scores, axis=1)  # [n, E]
+        shares = graph.op("Unsqueeze", graph.op("Transpose", spread, perm=[1, 0]), graph.constant([2], np.int64))
+        # Not a product with zero: an expert that a row did not choose may overflow FP16, and 0 * inf is no number.
+        chosen, zero = graph.op("Greater", shares, graph.constant(0, np.float32)), graph.constant(0, np.float32)
+        kept = graph.op("Where", chosen, graph.op("Mul", outputs, shares), zero)
+        return graph.op("ReduceSum", kept, graph.constant([0], np.int64), keepdims=0)
 
-        def step(carried: str, gate: str, up: str, down: str, share: str) -> str:
-            for weight in (gate, up, down):
-                products.typed(weight, products.element)
-            activated = products.activated(products.product(value, gate), products.product(value, up))
-            part = graph.op("Mul", products.product(activated, down, wide=True), share)
-            # Not a product with zero: an expert that a row did not choose may overflow FP16, and 0 * inf is no number.
-            chosen = graph.op("Greater", share, graph.constant(0, np.float32))
-            return graph.op("Add", carried, graph.op("Where", chosen, part, graph.constant(0, np.float32)))
-
-        start = graph.op("ConstantOfShape", graph.op("Shape", rows))
-        carried, share = Value(TensorProto.FLOAT, ("rows", outer)), Value(TensorProto.FLOAT, ("rows", 1))
-        wide, narrow = Value(products.element, (outer, inner)), Value(products.element, (inner, outer))
-        walked = dict(zip((*stacks, shares), (wide, wide, narrow, share), strict=True))
-        return graph.accumulate(step, start, carried, walked)
-
-    def _unfolded(self, rows: str) -> str:
-        """Return rows ``[N, H]`` as ``[B, T, H]``: both ways of an ``If`` must visibly give one shape."""
-        return self._graph.op("Reshape", rows, self._shape)
+    def _applied(self, value: str, stacks: Sequence[str]) -> str:
+        """Write ``down(silu(gate(x)) * up(x))`` of a stack of experts."""
+        products, (gate, up, down) = self._products, stacks
+        inner = products.activated(products.product(value, gate), products.product(value, up))
+        return products.product(inner, down, wide=True)
 
     def _shared(self, name: str, hidden: str) -> str:
         """Write the expert that every row takes, scaled by a sigmoid of the row: ``[B, T, H]`` to ``[B, T, H]``."""

@@ -431,21 +431,6 @@ def test_without_strong_types_every_layer_is_constrained(trt86: Any, tmp_path: P
     assert ("building (this version tells no progress)", None) in seen
 
 
-def test_what_enters_a_branch_carries_its_type_and_is_not_constrained(trt86: Any) -> None:
-    """TensorRT lists the layer that hands a value in behind those that read it."""
-    network = FakeNetwork(0)
-    network.add("CONSTANT", [], "weight", "HALF")
-    network.add("CONDITIONAL_INPUT", ["weight"], "weight_output_InputLayer_output", "HALF")
-    network.add("SHUFFLE", ["weight_output_InputLayer_output"], "(Unnamed Layer* 2)", "HALF")
-    network.add("ITERATOR", ["weight"], "row", "HALF")
-    network.layers[1:3] = network.layers[2:0:-1]
-    found = {layer.type.name: outputs for layer, outputs in layer_types(network, {"weight": "fp16"})}
-    assert found == {kind: ["fp16"] for kind in ("CONSTANT", "SHUFFLE", "CONDITIONAL_INPUT", "ITERATOR")}
-    graph: Any = SimpleNamespace(float_types=lambda: {"weight": "fp16"})
-    engine_module._set_types(trt86, network, FakeConfig(), graph, "obey")
-    assert [layer.type.name for layer in network.layers if layer.precision is not None] == ["SHUFFLE"]
-
-
 @pytest.mark.parametrize("refused", [1, 2, 3])
 def test_constraints_are_relaxed_step_by_step(
     trt86: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int

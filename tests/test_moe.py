@@ -10,7 +10,8 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from trt_cpspec.builder.graph import GRAPH_FILE, GraphWriter
+from onnx.numpy_helper import to_array
+from trt_cpspec.builder.graph import DATA_FILE, GRAPH_FILE, GraphWriter
 from trt_cpspec.builder.linear import Products
 from trt_cpspec.builder.moe import MoeSpec, MoeWriter
 
@@ -95,7 +96,7 @@ def rows(batch: int, length: int) -> F32:
 
 
 SHAPES = [(1, 1), (3, 1), (1, 3), (2, 2), (1, 4), (2, 9)]
-"""Both sides of FEW."""
+"""Up to FEW rows and more."""
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -141,7 +142,7 @@ def test_of_equal_experts_the_lower_index_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 9)])
 def test_an_expert_that_nobody_chose_is_not_heard(tmp_path: Path, shape: tuple[int, int]) -> None:
-    """It may hold weights whose products are not finite; where rows are few they are not even read."""
+    """It may hold weights whose products are not finite."""
     spec = MoeSpec.from_section(Section(CONFIG, "config"))
     weights = tensors(spec)
     given = rows(*shape)
@@ -157,28 +158,74 @@ def test_an_expert_that_nobody_chose_is_not_heard(tmp_path: Path, shape: tuple[i
     np.testing.assert_array_equal(after, before)
 
 
-def test_one_graph_reads_rows_or_walks(tmp_path: Path) -> None:
+def test_rows_of_both_kinds_and_no_control_flow(tmp_path: Path) -> None:
+    """A step is captured as a CUDA graph, and extents that only grow with the rows let TensorRT plan its memory."""
     spec = MoeSpec.from_section(Section(CONFIG, "config"))
     write(tmp_path, spec, tensors(spec))
     model = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False)
     graph = model.graph
-    (choice,) = (node for node in graph.node if node.op_type == "If")
-    branches = {a.name: [node.op_type for node in a.g.node] for a in choice.attribute}
-    assert "Scan" not in branches["then_branch"]
-    assert branches["then_branch"].count("Gather") == 3
-    assert branches["else_branch"].count("Scan") == 1
-    graph.output.append(onnx.helper.make_tensor_value_info(choice.input[0], TensorProto.BOOL, []))
+    assert not {node.op_type for node in graph.node} & {"If", "Loop", "Scan", "NonZero"}
+    gathered, passed = (
+        next(node.output[0] for node in graph.node if node.op_type == "ReduceSum" and axes in node.input)
+        for axes in (constant(graph, [1, 2]), constant(graph, [0]))
+    )
+    for name in (gathered, passed):
+        graph.output.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     (tmp_path / GRAPH_FILE).write_bytes(model.SerializeToString())
     session = GraphSession(tmp_path / GRAPH_FILE)
-    few = [bool(session.run({"hidden": rows(*shape)})[choice.input[0]]) for shape in SHAPES]
-    assert few == [batch * length <= FEW for batch, length in SHAPES]
+    for batch, length in SHAPES:
+        found = session.run({"hidden": rows(batch, length)})
+        assert len(found[gathered]) == min(batch * length, FEW)
+        assert len(found[passed]) == max(batch * length - FEW, 0)
+
+
+def constant(graph: onnx.GraphProto, value: list[int]) -> str:
+    """Return the name of an int64 constant."""
+    wanted = np.array(value, np.int64)
+    return next(i.name for i in graph.initializer if not i.external_data and np.array_equal(to_array(i), wanted))
+
+
+def test_the_layout_of_tensorrts_own_layer(tmp_path: Path) -> None:
+    spec = MoeSpec.from_section(Section(CONFIG, "config"))
+    write(tmp_path, spec, tensors(spec))
+    graph = onnx.load(str(tmp_path / GRAPH_FILE), load_external_data=False).graph
     stacks = {item.name: list(item.dims) for item in graph.initializer if ".experts." in item.name}
-    # The layout of TensorRT's IMoELayer.
     assert stacks == {
         "mlp.experts.gate_proj.weight": [6, HIDDEN, 8],
         "mlp.experts.up_proj.weight": [6, HIDDEN, 8],
         "mlp.experts.down_proj.weight": [6, 8, HIDDEN],
     }
+
+
+def test_a_step_reads_the_chosen_experts_alone(tmp_path: Path) -> None:
+    """Weights that are no numbers show who reads them."""
+    spec = MoeSpec.from_section(Section(CONFIG, "config"))
+    weights = tensors(spec)
+    given = rows(1, 1)
+    _, chosen, _ = reference(spec, weights, given[0, 0])
+    before = write(tmp_path, spec, weights).run({"hidden": given})["mixed"]
+    stacks = TensorPlaces(tmp_path)
+    for expert in set(range(spec.num_experts)) - set(chosen):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            stacks.fill(f"mlp.experts.{part}.weight", expert, np.nan)
+    after = GraphSession(tmp_path / GRAPH_FILE).run({"hidden": given})["mixed"]
+    np.testing.assert_array_equal(after, before)
+    stacks.fill("mlp.experts.up_proj.weight", chosen[0], np.nan)
+    assert np.isnan(GraphSession(tmp_path / GRAPH_FILE).run({"hidden": given})["mixed"]).all()
+
+
+class TensorPlaces:
+    """Weights in a graph's data file, to be damaged: the builder itself refuses what is not finite."""
+
+    def __init__(self, folder: Path) -> None:
+        graph = onnx.load(str(folder / GRAPH_FILE), load_external_data=False).graph
+        self.items = {item.name: item for item in graph.initializer}
+        self.path = folder / DATA_FILE
+
+    def fill(self, name: str, index: int, value: float) -> None:
+        item = self.items[name]
+        offset = next(int(entry.value) for entry in item.external_data if entry.key == "offset")
+        np.memmap(self.path, np.float32, "r+", offset, tuple(item.dims))[index] = value
 
 
 @pytest.mark.parametrize(
