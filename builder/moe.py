@@ -2,8 +2,8 @@
 
 The first few rows of a pass (all those of a step of a batch) gather the weights of their own experts: nothing else is
 read. The rows behind them (the rest of a prefill) pass all experts, as one product with the whole stack, and each adds
-what its own experts gave; the weights are read once however many rows there are, and the memory in use grows with the
-rows of a pass alone. Where a pass has no such rows, those products are empty.
+what its own experts gave: the weights are read once however many rows there are, and the memory in use is that of one
+stack and what the rows of a pass give. Where a pass has no such rows, all of that is empty.
 
 There is no control flow: a step can be captured as a CUDA graph, and the extents of both parts only grow with the rows,
 as TensorRT needs to plan its memory. Nor is there ``NonZero``, by which rows would be sorted to experts: TensorRT-RTX
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import TensorProto
 
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError
@@ -95,8 +96,19 @@ class MoeWriter:
     def __init__(self, products: Products, spec: MoeSpec, inputs: str, hidden_size: int, gathered_rows: int) -> None:
         self._graph, self._products, self._spec = products.graph, products, spec
         self._hidden_size, self._gathered_rows = hidden_size, gathered_rows
-        # One value for all layers: TensorRT-RTX follows shapes that depend on one another a few steps far.
+        # Of the inputs, for all layers: TensorRT-RTX follows shapes that depend on one another a few steps far.
         self._shape = self._graph.op("Shape", inputs)
+        self._all = self._needed_experts()
+
+    def _needed_experts(self) -> str:
+        """Return the experts that rows behind the gathered ones pass, ``[E]``; ``[0]`` where there are no such rows."""
+        graph = self._graph
+        batch, length = (graph.op("Gather", self._shape, graph.constant(axis, np.int64)) for axis in (0, 1))
+        rest = graph.op("Sub", graph.op("Mul", batch, length), graph.constant(self._gathered_rows, np.int64))
+        some = graph.op("Min", graph.op("Max", rest, graph.constant(0, np.int64)), graph.constant(1, np.int64))
+        extent = graph.op("Mul", some, graph.constant(self._spec.num_experts, np.int64))
+        extent = graph.op("Cast", extent, to=TensorProto.INT32)
+        return graph.op("Range", graph.constant(0, np.int32), extent, graph.constant(1, np.int32))
 
     def layer(self, name: str, hidden: str) -> str:
         """Write the mixture whose tensors begin with ``name``: ``[B, T, H]`` to ``[B, T, H]``."""
@@ -155,13 +167,16 @@ class MoeWriter:
 
     def _passed(self, routed: Sequence[str], stacks: Sequence[str]) -> str:
         """Apply every expert to every row and keep what each row chose: ``[n, H]`` to ``[n, H]``."""
-        graph, (rows, experts, scores) = self._graph, routed
-        outputs = self._applied(rows, stacks)  # [E, n, H]
+        graph, products, (rows, experts, scores) = self._graph, self._products, routed
+        # By number, although these are all: TensorRT would keep a copy of the constant, laid out for the product.
+        every = [products.typed(graph.op("Gather", stack, self._all), products.element) for stack in stacks]
+        outputs = self._applied(rows, every)  # [E, n, H]
         count = graph.op("Slice", graph.op("Shape", rows), *(graph.constant([end], np.int64) for end in (0, 1)))
         extents = graph.op("Concat", count, graph.constant([self._spec.num_experts], np.int64), axis=0)
         zeros = graph.op("ConstantOfShape", extents)
         spread = graph.op("ScatterElements", zeros, experts, scores, axis=1)  # [n, E]
-        shares = graph.op("Unsqueeze", graph.op("Transpose", spread, perm=[1, 0]), graph.constant([2], np.int64))
+        shares = graph.op("Gather", graph.op("Transpose", spread, perm=[1, 0]), self._all)
+        shares = graph.op("Unsqueeze", shares, graph.constant([2], np.int64))  # [E, n, 1]
         # Not a product with zero: an expert that a row did not choose may overflow FP16, and 0 * inf is no number.
         chosen, zero = graph.op("Greater", shares, graph.constant(0, np.float32)), graph.constant(0, np.float32)
         kept = graph.op("Where", chosen, graph.op("Mul", outputs, shares), zero)
