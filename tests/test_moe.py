@@ -169,14 +169,16 @@ def test_rows_of_both_kinds_and_no_control_flow(tmp_path: Path) -> None:
         next(node.output[0] for node in graph.node if node.op_type == "ReduceSum" and axes in node.input)
         for axes in (constant(graph, [1, 2]), constant(graph, [0]))
     )
-    for name in (gathered, passed):
-        graph.output.append(onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    (needed,) = (node.output[0] for node in graph.node if node.op_type == "Range")
+    for name, kind in ((gathered, TensorProto.FLOAT), (passed, TensorProto.FLOAT), (needed, TensorProto.INT32)):
+        graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     (tmp_path / GRAPH_FILE).write_bytes(model.SerializeToString())
     session = GraphSession(tmp_path / GRAPH_FILE)
     for batch, length in SHAPES:
         found = session.run({"hidden": rows(batch, length)})
         assert len(found[gathered]) == min(batch * length, FEW)
         assert len(found[passed]) == max(batch * length - FEW, 0)
+        assert found[needed].tolist() == list(range(spec.num_experts if batch * length > FEW else 0))
 
 
 def constant(graph: onnx.GraphProto, value: list[int]) -> str:
