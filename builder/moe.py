@@ -1,9 +1,9 @@
 """A mixture-of-experts layer in opset 17 primitives: exact top-k routing, and two ways to apply the chosen experts.
 
 The first few rows of a pass (all those of a step of a batch) gather the weights of their own experts: nothing else is
-read. The rows behind them (the rest of a prefill) pass all experts, as one product with the whole stack, and each adds
-what its own experts gave: the weights are read once however many rows there are, and the memory in use is that of one
-stack and what the rows of a pass give. Where a pass has no such rows, all of that is empty.
+read. The rows behind them (the rest of a prefill) pass all experts, as one wide MLP in which what a row did not choose
+is zero: the weights are read once however many rows there are, and the memory in use is that of one layer's weights and
+of ``E * I`` activations a row. Where a pass has no such rows, all of that is empty.
 
 There is no control flow: a step can be captured as a CUDA graph, and the extents of both parts only grow with the rows,
 as TensorRT needs to plan its memory. Nor is there ``NonZero``, by which rows would be sorted to experts: TensorRT-RTX
@@ -98,17 +98,21 @@ class MoeWriter:
         self._hidden_size, self._gathered_rows = hidden_size, gathered_rows
         # Of the inputs, for all layers: TensorRT-RTX follows shapes that depend on one another a few steps far.
         self._shape = self._graph.op("Shape", inputs)
-        self._all = self._needed_experts()
+        self._all, self._width = self._needed_experts()
 
-    def _needed_experts(self) -> str:
-        """Return the experts that rows behind the gathered ones pass, ``[E]``; ``[0]`` where there are no such rows."""
+    def _needed_experts(self) -> tuple[str, str]:
+        """Return the experts that rows behind the gathered ones pass, ``[E]``, and their widths' sum, ``[1]``.
+
+        Where there are no such rows it is no experts, and 0.
+        """
         graph = self._graph
-        batch, length = (graph.op("Gather", self._shape, graph.constant(axis, np.int64)) for axis in (0, 1))
-        rest = graph.op("Sub", graph.op("Mul", batch, length), graph.constant(self._gathered_rows, np.int64))
-        some = graph.op("Min", graph.op("Max", rest, graph.constant(0, np.int64)), graph.constant(1, np.int64))
-        extent = graph.op("Mul", some, graph.constant(self._spec.num_experts, np.int64))
-        extent = graph.op("Cast", extent, to=TensorProto.INT32)
-        return graph.op("Range", graph.constant(0, np.int32), extent, graph.constant(1, np.int32))
+        batch, length = (graph.op("Gather", self._shape, graph.constant([axis], np.int64)) for axis in (0, 1))
+        rest = graph.op("Sub", graph.op("Mul", batch, length), graph.constant([self._gathered_rows], np.int64))
+        some = graph.op("Min", graph.op("Max", rest, graph.constant([0], np.int64)), graph.constant([1], np.int64))
+        count = graph.op("Mul", some, graph.constant([self._spec.num_experts], np.int64))
+        end = graph.op("Cast", graph.op("Squeeze", count), to=TensorProto.INT32)
+        experts = graph.op("Range", graph.constant(0, np.int32), end, graph.constant(1, np.int32))
+        return experts, graph.op("Mul", count, graph.constant([self._spec.moe_intermediate_size], np.int64))
 
     def layer(self, name: str, hidden: str) -> str:
         """Write the mixture whose tensors begin with ``name``: ``[B, T, H]`` to ``[B, T, H]``."""
@@ -159,34 +163,43 @@ class MoeWriter:
     def _gathered(self, routed: Sequence[str], stacks: Sequence[str]) -> str:
         """Apply to each row the weights that it chose, read for it alone: ``[n, H]`` to ``[n, H]``."""
         graph, products, (rows, experts, scores) = self._graph, self._products, routed
-        own = [products.typed(graph.op("Gather", stack, experts), products.element) for stack in stacks]
         column = graph.op("Unsqueeze", rows, graph.constant([1, 2], np.int64))  # [n, 1, 1, H]
-        outputs = self._applied(column, own)  # [n, k, 1, H]
+        inner, down = self._activated(column, experts, stacks)
+        outputs = products.product(inner, down, wide=True)  # [n, k, 1, H]
         shares = graph.op("Unsqueeze", scores, graph.constant([2, 3], np.int64))
         return graph.op("ReduceSum", graph.op("Mul", outputs, shares), graph.constant([1, 2], np.int64), keepdims=0)
 
     def _passed(self, routed: Sequence[str], stacks: Sequence[str]) -> str:
         """Apply every expert to every row and keep what each row chose: ``[n, H]`` to ``[n, H]``."""
         graph, products, (rows, experts, scores) = self._graph, self._products, routed
-        # By number, although these are all: TensorRT would keep a copy of the constant, laid out for the product.
-        every = [products.typed(graph.op("Gather", stack, self._all), products.element) for stack in stacks]
-        outputs = self._applied(rows, every)  # [E, n, H]
         count = graph.op("Slice", graph.op("Shape", rows), *(graph.constant([end], np.int64) for end in (0, 1)))
-        extents = graph.op("Concat", count, graph.constant([self._spec.num_experts], np.int64), axis=0)
-        zeros = graph.op("ConstantOfShape", extents)
-        spread = graph.op("ScatterElements", zeros, experts, scores, axis=1)  # [n, E]
-        shares = graph.op("Gather", graph.op("Transpose", spread, perm=[1, 0]), self._all)
-        shares = graph.op("Unsqueeze", shares, graph.constant([2], np.int64))  # [E, n, 1]
+        # By number, although these are all: TensorRT would keep a copy of the constant, laid out for the product.
+        inner, down = self._activated(rows, self._all, stacks)  # [E, n, I]
+        shares = graph.op("Unsqueeze", self._shares(count, experts, scores), graph.constant([2], np.int64))
         # Not a product with zero: an expert that a row did not choose may overflow FP16, and 0 * inf is no number.
         chosen, zero = graph.op("Greater", shares, graph.constant(0, np.float32)), graph.constant(0, np.float32)
-        kept = graph.op("Where", chosen, graph.op("Mul", outputs, shares), zero)
-        return graph.op("ReduceSum", kept, graph.constant([0], np.int64), keepdims=0)
+        kept = graph.op("Where", chosen, graph.op("Mul", inner, shares), zero)
+        # The experts side by side are one wide MLP, and its down product adds them up.
+        wide = graph.op("Concat", count, self._width, axis=0)
+        flat = graph.op("Reshape", graph.op("Transpose", kept, perm=[1, 0, 2]), wide)  # [n, E * I]
+        tall = graph.op("Concat", self._width, graph.constant([self._hidden_size], np.int64), axis=0)
+        stack = products.typed(graph.op("Reshape", down, tall), products.element)  # [E * I, H]
+        return products.product(flat, stack, wide=True)
 
-    def _applied(self, value: str, stacks: Sequence[str]) -> str:
-        """Write ``down(silu(gate(x)) * up(x))`` of a stack of experts."""
-        products, (gate, up, down) = self._products, stacks
-        inner = products.activated(products.product(value, gate), products.product(value, up))
-        return products.product(inner, down, wide=True)
+    def _shares(self, count: str, experts: str, scores: str) -> str:
+        """Spread the scores of ``count`` rows over all experts, 0 where a row did not choose one: ``[E, n]``."""
+        graph = self._graph
+        extents = graph.op("Concat", count, graph.constant([self._spec.num_experts], np.int64), axis=0)
+        spread = graph.op("ScatterElements", graph.op("ConstantOfShape", extents), experts, scores, axis=1)
+        return graph.op("Gather", graph.op("Transpose", spread, perm=[1, 0]), self._all)
+
+    def _activated(self, value: str, experts: str, stacks: Sequence[str]) -> tuple[str, str]:
+        """Return ``silu(gate(x)) * up(x)`` of some experts, and their down weights, all read by number."""
+        products = self._products
+        gate, up, down = (
+            products.typed(self._graph.op("Gather", stack, experts), products.element) for stack in stacks
+        )
+        return products.activated(products.product(value, gate), products.product(value, up)), down
 
     def _shared(self, name: str, hidden: str) -> str:
         """Write the expert that every row takes, scaled by a sigmoid of the row: ``[B, T, H]`` to ``[B, T, H]``."""
