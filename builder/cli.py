@@ -12,9 +12,19 @@ from typing import Any
 import click
 
 from trt_cpspec import __version__
-from trt_cpspec.cli import SEED, PathOption, inspect, progress_bar, reports_errors, set_up_logging, tts
+from trt_cpspec.cli import (
+    SEED,
+    PathOption,
+    inspect,
+    progress_bar,
+    reports_errors,
+    set_up_logging,
+    tts,
+    verify_size_option,
+)
 from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.measure_cli import bench, verify
 
 from .demo import run_demo
 from .engine import Backend, EngineOptions, Report, choose_backend
@@ -230,8 +240,9 @@ def _reporting(label: str) -> Iterator[Report]:
     "--cpSpecVerifySize",
     "verify_size",
     metavar="N",
-    type=click.IntRange(2, MAX_VERIFY_SIZE),
-    default=3,
+    type=str,
+    callback=verify_size_option(auto=False),
+    default="3",
     show_default=True,
     help=f"Positions that one CodePredictor pass verifies, 2 to {MAX_VERIFY_SIZE}; compared with none.",
 )
@@ -242,6 +253,8 @@ def demo(output_dir: Path, text: str, seed: int, verify_size: int) -> None:
     Generates a small checkpoint (or takes that of an earlier demo), builds its engines, and speaks a text without and
     with speculation. The weights are random, so the sound is noise; codes, passes and acceptance are real.
     """
+    if verify_size == 0:
+        raise ConfigError(f"--cpSpecVerifySize 0 is what the demo compares with: give 2 to {MAX_VERIFY_SIZE}")
     click.echo(run_demo(output_dir, text=text, seed=seed, verify_size=verify_size))
 
 
@@ -255,6 +268,8 @@ main.add_command(build, "build")
 main.add_command(tts, "tts")
 main.add_command(demo)
 main.add_command(inspect)
+main.add_command(verify)
+main.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from trt_cpspec.builder.cli import main
+from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
 
 from trt_cpspec import frame, sampling
 from trt_cpspec import verify as verify_module
+from trt_cpspec.contexts import random_contexts
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.sampling import PhiloxNoise, Use
-from trt_cpspec.verify import VerifyOptions, chi_square_tail, detectable_variation, random_contexts, uniformity, verify
+from trt_cpspec.verify import VerifyOptions, chi_square_tail, detectable_variation, uniformity, verify
 
 Patch = pytest.MonkeyPatch
 FEW = VerifyOptions(frames=12)
@@ -233,7 +235,7 @@ def test_the_law_check_finds_it_without_knowing_the_random_numbers(
     """The replay is switched off: what is left assumes nothing on the stream of random numbers."""
     plant(monkeypatch)
     monkeypatch.setattr(verify_module._Run, "_make_again", lambda *_: None)
-    report = run(predictor, VerifyOptions(frames=120, windows=(3,)))
+    report = run(predictor, VerifyOptions(frames=160, windows=(3,)))
     errors = [error for error in report["errors"] if error.startswith("law: ")]
     assert any(LAW_BREAKERS[plant] in error for error in errors), report["law"]
 
@@ -288,8 +290,9 @@ def test_a_code_that_differs_beyond_the_margin_is_a_failure(predictor: CodePredi
 
 def test_an_engine_that_cannot_verify_says_why(predictor: CodePredictor, monkeypatch: Patch) -> None:
     monkeypatch.setattr(CodePredictor, "max_verify_size", 2)
-    with pytest.raises(EngineError, match="no speculation to verify: .*at most 2 position"):
-        verify(predictor, random_contexts(predictor), VerifyOptions(windows=(5,)))
+    narrow = CodePredictor(predictor.spec, predictor._session, predictor._tables, predictor._code0_embedding)
+    with pytest.raises(EngineError, match=r"no speculation to verify: .*at most 2 position"):
+        verify(narrow, random_contexts(narrow), VerifyOptions(windows=(5,)))
 
 
 @pytest.mark.parametrize("options", [{"frames": 0}, {"seed": -1}])
@@ -330,3 +333,61 @@ def test_uniform_numbers_are_not_found() -> None:
     tests = [uniformity(random.random(400)) for _ in range(2000)]
     assert np.mean([test["p_value"] < 0.01 for test in tests]) < 0.02
     assert np.mean([test["total_variation"] for test in tests]) == pytest.approx(tests[0]["noise"], rel=0.05)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    write_checkpoint(folder / "checkpoint", SyntheticSpec.demo())
+    given = ["--checkpointDir", str(folder / "checkpoint"), "--engineDir", str(folder / "eng")]
+    result = CliRunner().invoke(main, ["build", *given, "--backend", "onnxruntime"])
+    assert result.exit_code == 0, result.output
+    return folder / "eng"
+
+
+def test_the_demo_engine_passes(demo_engines: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(demo_engines), "--frames", "8"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "from 64 frames of a spoken text" in result.stdout
+    assert result.stdout.splitlines()[-1] == "PASS: speculation changes nothing on this engine"
+
+
+def test_json_and_random_states(demo_engines: Path) -> None:
+    args = ["verify", str(demo_engines), "--frames", "4", "--randomStates", "--json", "--cpSpecVerifySize", "3"]
+    result = CliRunner().invoke(main, args)
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["verdict"], report["windows"]) == (0, "pass", [3])
+    assert report["contexts"] == "64 random hidden states"
+    assert {"device", "processor", "numpy", "onnxruntime", "trt_cpspec"} <= set(report["machine"])
+
+
+def test_a_code_predictor_by_itself_is_enough(demo_engines: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", str(demo_engines / "code_predictor"), "--frames", "2"])
+    assert (result.exit_code, "random hidden states" in result.stdout) == (0, True)
+
+
+def test_a_failure_has_its_own_exit_code_and_a_name(demo_engines: Path, monkeypatch: Patch) -> None:
+    bonus_of_the_row_before(monkeypatch)
+    result = CliRunner().invoke(main, ["verify", str(demo_engines), "--frames", "8", "--randomStates"])
+    assert result.exit_code == 1
+    assert re.search("^error +replay: .*wrong row", result.stdout, re.MULTILINE)
+    assert result.stdout.splitlines()[-1] == "FAIL: speculation changes the speech on this engine"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere"], "nowhere.* does not exist"),
+        (["ENG", "--frames", "0"], "frames is 0"),
+        (["ENG", "--cpSpecVerifySize", "1"], "a verify size of 1 is not possible"),
+        (["ENG", "--cpSpecVerifySize", "0"], "no speculation to verify: a verify size of 0"),
+        (["ENG", "--text", " "], "holds nothing visible"),
+    ],
+)
+def test_what_verify_refuses(args: list[str], message: str, demo_engines: Path) -> None:
+    result = CliRunner().invoke(main, ["verify", *[str(demo_engines) if arg == "ENG" else arg for arg in args]])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(message, result.stderr.replace("\n", " "))

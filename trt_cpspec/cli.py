@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import click
 
 from . import outputs
-from .config import MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
+from .config import AUTO, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
 from .errors import ConfigError, CpSpecError
 from .inspection import describe_engine_dir, format_description
 from .requests import Request, RequestFile, read_request_file
@@ -71,11 +71,20 @@ def refused(name: str, sentence: str) -> Callable[[F], F]:
     )
 
 
-def _verify_size(context: click.Context, parameter: click.Parameter, value: int) -> int:
-    try:
-        return checked_verify_size(value)
-    except ConfigError as error:
-        raise click.BadParameter(str(error)) from error
+def verify_size_option(*, auto: bool) -> Callable[[click.Context, click.Parameter, str], int | str]:
+    """Return the callback of an option that takes a verify size; what is refused is told in the library's words."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: str) -> int | str:
+        if auto and value == AUTO:
+            return value
+        try:
+            return checked_verify_size(int(value))
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is no number{f', nor {AUTO!r}' if auto else ''}") from error
+        except ConfigError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return check
 
 
 def print_json(document: Any) -> None:
@@ -166,11 +175,12 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
     "--cpSpecVerifySize",
     "verify_size",
     metavar="N",
-    type=int,
-    callback=_verify_size,
-    default=0,
+    type=str,
+    callback=verify_size_option(auto=True),
+    default="0",
     show_default=True,
-    help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass.",
+    help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass; auto measures at "
+    "load and takes the fastest, or 0 where none pays.",
 )
 @click.option(
     "--cpSpecMode",
@@ -218,6 +228,7 @@ def tts(**options: Any) -> None:
     _check_files(options)
     responses, profile = _speak(requests, options)
     document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
+    document |= {key: profile[key] for key in ("cp_spec_auto",) if key in profile}
     try:
         if options["output_file"] is not None:
             outputs.write_json(options["output_file"], document)
@@ -284,7 +295,12 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
         for warning in prepared[-1].warnings:
             logger.warning("%s%s", place, warning)
     mode: Mode = options["mode"]
-    window = model.predictor.window(options["verify_size"])
+    verify_size, auto = options["verify_size"], {}
+    if verify_size == AUTO:
+        auto = {"cp_spec_auto": model.fastest_verify_size(mode, batch=min(batch_size, len(prepared)))}
+        verify_size = auto["cp_spec_auto"]["verify_size"]
+        click.echo(f"--cpSpecVerifySize auto: {auto['cp_spec_auto']['reason']}", err=True)
+    window = model.predictor.window(verify_size)
     responses: list[dict[str, Any]] = []
     frames = 0
     with progress_bar("speaking", len(prepared)) as update:
@@ -305,7 +321,7 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
                 if response["output_text"] == outputs.FAILED:
                     logger.error("requests[%d] failed: %s", index, response["error"])
             update(len(batch), f"{frames} frames")
-    return responses, _profile(model.times.as_profile(), responses)
+    return responses, _profile(model.times.as_profile(), responses) | auto
 
 
 def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[str, Any]:

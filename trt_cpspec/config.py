@@ -26,6 +26,9 @@ CODE_PREDICTOR_SUFFIX = "_code_predictor"
 
 Mode = Literal["rejection", "coupled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+AUTO: Literal["auto"] = "auto"
+"""In a verify size's place: the fastest of a short measurement."""
+
 FinishReason = Literal["eos", "length"]
 
 

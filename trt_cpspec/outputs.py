@@ -73,6 +73,12 @@ def write_json(path: Path, document: Any) -> None:
         partial.write_bytes(json_bytes(document))
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8."""
+    with replacing(path) as partial:
+        partial.write_bytes(text.encode())
+
+
 def json_bytes(document: Any) -> bytes:
     """Return a JSON document in UTF-8, whatever the locale."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codec import Code2Wav
 from .config import (
+    AUTO,
     FinishReason,
     Mode,
     SamplingParams,
@@ -152,6 +153,7 @@ class Qwen3TTS:
         self.codec = codec
         self.tokenizer = tokenizer
         self.times = StageTimes()
+        self._fastest: dict[tuple[Mode, int], dict[str, Any]] = {}
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
         if len(set(groups)) > 1 or max(codebooks) > codec.config.codebook_size:
@@ -214,7 +216,7 @@ class Qwen3TTS:
         self,
         text: str | Sequence[str],
         *,
-        verify_size: int = 0,
+        verify_size: int | Literal["auto"] = 0,
         mode: Mode = "rejection",
         progress: FrameProgress | None = None,
         **options: Any,
@@ -224,8 +226,9 @@ class Qwen3TTS:
         Parameters
         ----------
         text : str or sequence of str
-        verify_size : int
-            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
+        verify_size : int or "auto"
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass; ``auto`` is what
+            :meth:`fastest_verify_size` finds.
         mode : {"rejection", "coupled"}
         progress : callable or None
             Called with the number of frames that each step of a batch added.
@@ -244,10 +247,14 @@ class Qwen3TTS:
         NumericsError, EngineError
             The model failed on a request.
         """
+        if not isinstance(text, (str, Sequence)):
+            raise ConfigError(f"text must be a string or a list of strings, it is {text!r:.80}")
         texts = [text] if isinstance(text, str) else list(text)
         requests = [_request(item, options) for item in texts]
         prepared = [self.prepare(request) for request in requests]
-        window, checked = self.predictor.window(verify_size), checked_mode(mode)
+        checked = checked_mode(mode)
+        chosen = self.fastest_verify_size(checked)["verify_size"] if verify_size == AUTO else verify_size
+        window = self.predictor.window(chosen)
         speeches: list[Speech] = []
         for start in range(0, len(prepared), self.max_batch_size):
             batch = prepared[start : start + self.max_batch_size]
@@ -256,6 +263,24 @@ class Qwen3TTS:
                     raise result
                 speeches.append(result)
         return speeches[0] if isinstance(text, str) else speeches
+
+    def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
+        """Measure every window on a few frames of speech, once a mode and batch size, and choose.
+
+        Returns
+        -------
+        dict
+            ``verify_size``, 0 where speculation does not pay; ``frame_ms`` of each window; ``reason`` in words.
+        """
+        from .bench import choose_verify_size  # noqa: PLC0415  it measures what is defined here
+        from .contexts import spoken_contexts  # noqa: PLC0415
+
+        key = (checked_mode(mode), batch)
+        if key not in self._fastest:
+            contexts = spoken_contexts(self, count=6)
+            self._fastest[key] = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch)
+            logger.info("verify size: %s", self._fastest[key]["reason"])
+        return self._fastest[key]
 
     @property
     def max_batch_size(self) -> int:

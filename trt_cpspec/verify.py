@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import MAX_VERIFY_SIZE, Mode, SamplingParams
+from .contexts import Contexts
 from .errors import ConfigError, EngineError
 from .frame import FrameResult
 from .oracle import KNOWN_ERRORS, Decision, Draws, Sampler, autoregressive_states, cells, decisions, is_rounding
@@ -70,30 +71,6 @@ _SMALLEST = (6824499, 13778322, 20324346, 42484461, 62202464)
 _LARGEST = (1329544, 37418322, 37771296, 47456904, 67079823)
 _ROW_CHECKS = 4
 _EXAMPLES = 100
-
-
-class Contexts(NamedTuple):
-    """Where frames begin.
-
-    Attributes
-    ----------
-    talker_hidden : ndarray, shape [n, Ht], float32
-    code0 : ndarray, shape [n], int32
-    source : str
-        Where they come from, in words.
-    """
-
-    talker_hidden: Float32
-    code0: NDArray[np.int32]
-    source: str
-
-
-def random_contexts(predictor: CodePredictor, count: int = 64, seed: int = 1) -> Contexts:
-    """Return Talker states from a normal law, for an engine without its Talker."""
-    random = np.random.default_rng(seed)
-    hidden = random.standard_normal((count, predictor.spec.talker_hidden_size), np.float32)
-    codes = random.integers(0, predictor.codebook_size, count).astype(np.int32)
-    return Contexts(hidden, codes, f"{count} random hidden states")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,10 +357,10 @@ class _Run:
 
     def _check_rows(self, rows: Sequence[_Row], batched: FrameResult, window: int) -> None:
         """Decode the rows in another order, and one by one."""
-        order = np.roll(np.arange(len(rows)), 1)
+        order = [*range(1, len(rows)), 0]
         permuted = self._decode([rows[i] for i in order], window, "rejection")
         for place, index in enumerate(order):
-            self._compare_row(rows[index], batched, int(index), permuted, place)
+            self._compare_row(rows[index], batched, index, permuted, place)
         for index, row in enumerate(rows):
             self._compare_row(row, batched, index, self._decode([row], window, "rejection"), 0)
 
@@ -583,8 +560,8 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['frames']} frames of each mode at N = {sizes}, seed {report['seed']}, from {report['contexts']}",
         f"rounding  logits of other pass widths and batches differ by {rounding['largest_error']:.1e} at most; "
         f"{rounding['argmax_flips']} of {rounding['compared']} argmax flips",
-        f"replay    {replay['decisions']} decisions made again, {replay['within_rounding']} differ within the rounding, "
-        f"{sum(replay['wrong'].values())} are wrong",
+        f"replay    {replay['decisions']} decisions made again: {replay['within_rounding']} differ within the "
+        f"rounding, {sum(replay['wrong'].values())} beyond it",
         f"coupled   {report['coupled']['codes']} codes against N = 0: {report['coupled']['rounding']} frames differ "
         f"within the rounding, {report['coupled']['wrong']} beyond it",
         _rows_line(report["rows"]),

@@ -1,0 +1,124 @@
+"""Where the frames of a measurement begin: Talker states and first codes, of a real text or drawn at random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .frame import FrameResult
+from .pipeline import Qwen3TTS
+from .predictor import CodePredictor
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then it rests for a while in the warm light of the evening."
+"""What is spoken to have Talker states, where no text is given."""
+
+COMPONENTS = ("talker", "code_predictor", "code2wav")
+
+
+class Contexts(NamedTuple):
+    """Where frames begin.
+
+    Attributes
+    ----------
+    talker_hidden : ndarray, shape [n, Ht], float32
+    code0 : ndarray, shape [n], int32
+    source : str
+        Where they come from, in words.
+    """
+
+    talker_hidden: NDArray[np.float32]
+    code0: NDArray[np.int32]
+    source: str
+
+
+def random_contexts(predictor: CodePredictor, count: int = 64, seed: int = 1) -> Contexts:
+    """Return Talker states from a normal law, for an engine without its Talker."""
+    random = np.random.default_rng(seed)
+    hidden = random.standard_normal((count, predictor.spec.talker_hidden_size), np.float32)
+    codes = random.integers(0, predictor.codebook_size, count).astype(np.int32)
+    return Contexts(hidden, codes, f"{count} random hidden states")
+
+
+def spoken_contexts(model: Qwen3TTS, text: str = TEXT, count: int = 64, seed: int = 1) -> Contexts:
+    """Speak a text, again and with other seeds until there are enough frames, and return where they began.
+
+    Parameters
+    ----------
+    model : Qwen3TTS
+    text : str
+    count : int
+        Frames.
+    seed : int
+        Of the first time.
+
+    Raises
+    ------
+    ConfigError
+        The text cannot be spoken.
+    """
+    recorder = _Recorder(model.predictor)
+    listening = Qwen3TTS(model.talker, cast(CodePredictor, recorder), model.codec, model.tokenizer)
+    for turn in range(count):  # an utterance has a frame at least, or never will
+        missing = count - len(recorder.codes)
+        if missing <= 0:
+            break
+        listening.synthesize(text, seed=seed + turn, max_audio_length=missing)
+    if not recorder.codes:
+        return random_contexts(model.predictor, count, seed)
+    frames = len(recorder.codes)
+    return Contexts(np.stack(recorder.hidden), np.array(recorder.codes, np.int32), f"{frames} frames of a spoken text")
+
+
+class _Recorder:
+    """Stands before a CodePredictor and keeps what it is asked for."""
+
+    def __init__(self, predictor: CodePredictor) -> None:
+        self._predictor = predictor
+        self.hidden: list[NDArray[np.float32]] = []
+        self.codes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._predictor, name)
+
+    def decode_frame(self, talker_hidden: NDArray[np.float32], code0: NDArray[np.int32], **how: Any) -> FrameResult:
+        self.hidden += list(talker_hidden.copy())
+        self.codes += code0.tolist()
+        return self._predictor.decode_frame(talker_hidden, code0, **how)
+
+
+class Loaded(NamedTuple):
+    """An engine folder, opened for a measurement.
+
+    Attributes
+    ----------
+    predictor : CodePredictor
+    model : Qwen3TTS or None
+        Where the folder has Talker and codec too.
+    """
+
+    predictor: CodePredictor
+    model: Qwen3TTS | None
+
+    def contexts(self, text: str, count: int, *, spoken: bool = True) -> Contexts:
+        """Return where frames begin: in a spoken text where that is possible and wanted, else at random."""
+        if self.model is None or not spoken:
+            return random_contexts(self.predictor, count)
+        return spoken_contexts(self.model, text, count)
+
+
+def load_engines(engine_dir: Path, *, device: str = "auto", threads: int | None = None) -> Loaded:
+    """Open the root of an engine folder, or its ``code_predictor`` alone.
+
+    Raises
+    ------
+    ConfigError, EngineError
+        It is neither, or cannot be used.
+    """
+    if all((engine_dir / name / "config.json").is_file() for name in COMPONENTS):
+        model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads)
+        return Loaded(model.predictor, model)
+    folder = engine_dir / "code_predictor" if (engine_dir / "code_predictor").is_dir() else engine_dir
+    return Loaded(CodePredictor.from_engine_dir(folder, device=device, threads=threads), None)
