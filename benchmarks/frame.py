@@ -28,6 +28,7 @@ from trt_cpspec.builder.engine import choose_backend
 from trt_cpspec.builder.tts import BuildOptions
 
 from trt_cpspec import __version__
+from trt_cpspec.cli import reports_errors
 from trt_cpspec.frame import CpSpecStats
 from trt_cpspec.predictor import CodePredictor
 
@@ -53,6 +54,7 @@ SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@reports_errors
 def main(**options: Any) -> None:
     """Time one audio frame of the CodePredictor."""
     if (options["engine_dir"] is None) == (options["size"] is None):

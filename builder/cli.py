@@ -145,6 +145,10 @@ def build(
         ):
             if given:
                 raise ConfigError(f"{name} builds from graphs and --checkpointDir from a checkpoint: give one of them")
+        if engine_dir.resolve() == checkpoint_dir.resolve():
+            raise ConfigError(
+                f"--engineDir {engine_dir} is the checkpoint itself, and engines are not written into it: name another"
+            )
         backend = _chosen(backend_name)
         _check_plan_options(engine, backend)
         precision = precision or ("fp32" if backend.binding is None else "fp16")

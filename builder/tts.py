@@ -136,7 +136,9 @@ class TtsBuild:
             for component in COMPONENTS:
                 (self._staging / component).mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(f"the engine folder {self.engine_dir} cannot be written: {error}") from error
+            raise ConfigError(
+                f"the engine folder {self.engine_dir} cannot be written: {error.strerror or error}"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,18 +6,22 @@ import errno
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
 from . import outputs
 from .config import AUTO, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
-from .errors import ConfigError, CpSpecError
+from .errors import ConfigError, CpSpecError, EngineError
 from .inspection import describe_engine_dir, format_description
 from .requests import Request, RequestFile, read_request_file
+
+if TYPE_CHECKING:  # ONNX Runtime is loaded when the input is known to be good
+    from .pipeline import PreparedRequest, Qwen3TTS, Speech
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +135,13 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
 
 
 @click.command("qwen3_tts_inference", context_settings={"help_option_names": ["--help", "-h"]})
+@click.argument("engine_dir", required=False, type=PathOption)
+@click.argument("spoken", metavar="[TEXT]", required=False)
 @click.option(
     "--talkerEngineDir",
     "talker_dir",
-    required=True,
     type=PathOption,
-    help="Folder of the Talker's engine; code_predictor is its sibling.",
+    help="Folder of the Talker's engine; code_predictor is its sibling. ENGINE_DIR in its place holds both.",
 )
 @click.option(
     "--code2wavEngineDir", "code2wav_dir", type=PathOption, help="Folder of the codec. [default: the sibling code2wav]"
@@ -156,6 +161,13 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
 @click.option("--language", help="With --text: a language, or auto.")
 @click.option("--instruct", help="With --text: how to speak it.")
 @click.option("--outputFile", "output_file", type=PathOption, help="Responses, as JSON. [default: standard output]")
+@click.option(
+    "-o",
+    "wav_file",
+    metavar="WAV",
+    type=PathOption,
+    help="The wav of a single text, without its codes. - is standard output, which then carries no JSON.",
+)
 @click.option(
     "--outputAudioDir",
     "audio_dir",
@@ -204,6 +216,14 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
     help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
 )
 @click.option("--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]")
+@click.option(
+    "--timeLimit",
+    "time_limit",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    help="A request that is not spoken by then fails, and leaves no file.",
+)
+@click.option("--strict", is_flag=True, help="Exit with 1 also where speech has no end, or a warning.")
 @click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too.")
 @click.option("--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage, under 'profile'.")
 @click.option("--profileOutputFile", "profile_file", type=PathOption, help="Write the time of each stage, as JSON.")
@@ -217,16 +237,20 @@ def tts(**options: Any) -> None:
 
     \b
     For example:
+      ENG "Hello there." -o hello.wav
       --talkerEngineDir ENG/talker --text "Hello there." --cpSpecVerifySize 3
       --talkerEngineDir ENG/talker --inputFile input.json --outputFile output.json
 
-    Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
+    Standard output carries JSON only, or with -o - the wav. The exit code is 1 when a request failed, and 2 when the
+    input cannot be used.
     """
+    started = time.monotonic()
     set_up_logging(options["debug"])
+    _resolve_arguments(options)
     requests = _read_requests(options)
-    outputs.check_folder(options["audio_dir"])
+    _check_wav(options, requests)
     _check_files(options)
-    responses, profile = _speak(requests, options)
+    responses, profile = _speak(requests, options, started)
     document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
     document |= {key: profile[key] for key in ("cp_spec_auto",) if key in profile}
     try:
@@ -240,22 +264,57 @@ def tts(**options: Any) -> None:
     printed = document if options["output_file"] is None or options["dump_output"] else {}
     if options["dump_profile"]:
         printed = printed | {"profile": profile}
-    if printed:
+    if printed and options["wav_file"] != outputs.STDOUT:
         print_json(printed)
-    if any(response["output_text"] == outputs.FAILED for response in responses):
+    if any(_is_failure(response, strict=options["strict"]) for response in responses):
         raise SystemExit(EXIT_FAILED_REQUEST)
+
+
+def _is_failure(response: dict[str, Any], *, strict: bool) -> bool:
+    if response["output_text"] == outputs.FAILED:
+        return True
+    return strict and (response["finish_reason"] == "length" or bool(response["warnings"]))
+
+
+def _resolve_arguments(options: dict[str, Any]) -> None:
+    """Put the short form's ENGINE_DIR and TEXT where the options of the same meaning are."""
+    engine_dir, spoken = options.pop("engine_dir"), options.pop("spoken")
+    if (engine_dir is None) == (options["talker_dir"] is None):
+        raise ConfigError("give either ENGINE_DIR or --talkerEngineDir")
+    if spoken is not None and options["text"] is not None:
+        raise ConfigError("give the text once: as TEXT or with --text")
+    if engine_dir is not None:
+        options["talker_dir"] = engine_dir / "talker"
+    options["text"] = spoken if spoken is not None else options["text"]
+
+
+def _check_wav(options: dict[str, Any], requests: RequestFile) -> None:
+    """Refuse a place for wavs that cannot be written."""
+    wav = options["wav_file"]
+    if wav is None:
+        outputs.check_folder(options["audio_dir"])
+        return
+    if len(requests.requests) != 1:
+        raise ConfigError(f"-o takes the wav of one text, there are {len(requests.requests)}: use --outputAudioDir")
+    if wav != outputs.STDOUT:
+        outputs.check_file(wav)
+    elif options["dump_output"] or options["dump_profile"]:
+        raise ConfigError("-o - leaves no room on standard output: use --outputFile and --profileOutputFile")
+    elif sys.stdout.isatty():
+        raise ConfigError("-o - would write a wav on the terminal: pipe it, or name a file")
 
 
 def _check_files(options: dict[str, Any]) -> None:
     """Refuse files that cannot be written, and one path for two of them."""
-    named = {name: options[name] for name in ("input_file", "output_file", "profile_file") if options[name] is not None}
-    for name in ("output_file", "profile_file"):
+    files = ("input_file", "output_file", "profile_file", "wav_file")
+    named = {name: options[name] for name in files if options[name] not in (None, outputs.STDOUT)}
+    for name in ("output_file", "profile_file", "wav_file"):
         if name not in named:
             continue
         outputs.check_file(named[name])
         for other, path in named.items():
             if other != name and path.resolve() == named[name].resolve():
-                raise ConfigError(f"{path} is named twice: input, output and profile must be files of their own")
+                raise ConfigError(f"{path} is named twice: input, output, profile and wav must be files of their own")
 
 
 def _read_requests(options: dict[str, Any]) -> RequestFile:
@@ -271,7 +330,9 @@ def _read_requests(options: dict[str, Any]) -> RequestFile:
     return read_request_file(path)
 
 
-def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _speak(
+    requests: RequestFile, options: dict[str, Any], started: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Load the engines, check every request, then speak them batch by batch; return responses and profile."""
     from .pipeline import Qwen3TTS  # noqa: PLC0415  ONNX Runtime is loaded when the input is known to be good
 
@@ -301,6 +362,7 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
         verify_size = auto["cp_spec_auto"]["verify_size"]
         click.echo(f"--cpSpecVerifySize auto: {auto['cp_spec_auto']['reason']}", err=True)
     window = model.predictor.window(verify_size)
+    check_time = _time_check(options["time_limit"], started)
     responses: list[dict[str, Any]] = []
     frames = 0
     with progress_bar("speaking", len(prepared)) as update:
@@ -309,19 +371,43 @@ def _speak(requests: RequestFile, options: dict[str, Any]) -> tuple[list[dict[st
             nonlocal frames
             frames += added
             update(0, f"{frames} frames")
+            check_time()
 
         for start in range(0, len(prepared), batch_size):
             batch = prepared[start : start + batch_size]
-            results = model.run_batch(batch, window=window, mode=mode, progress=count)
+            results = _run_batch(model, batch, check_time, window=window, mode=mode, progress=count)
             for index, result in enumerate(results, start):
                 response = outputs.write_response(
-                    options["audio_dir"], index, requests.requests[index], prepared[index], result
-                )
+                    options["audio_dir"], index, requests.requests[index], prepared[index], result,
+                    wav=options["wav_file"],
+                )  # fmt: skip
                 responses.append(response)
+                for warning in response["warnings"][len(prepared[index].warnings) :]:
+                    logger.warning("requests[%d]: %s", index, warning)
                 if response["output_text"] == outputs.FAILED:
                     logger.error("requests[%d] failed: %s", index, response["error"])
             update(len(batch), f"{frames} frames")
     return responses, _profile(model.times.as_profile(), responses) | auto
+
+
+def _time_check(limit: float | None, started: float) -> Callable[[], None]:
+    """Return what raises, in the engine's place, once the time is up: rows that have ended are kept."""
+
+    def check() -> None:
+        if limit is not None and time.monotonic() - started > limit:
+            raise EngineError(f"the time limit of {limit:g} s was reached")
+
+    return check
+
+
+def _run_batch(
+    model: Qwen3TTS, batch: Sequence[PreparedRequest], check_time: Callable[[], None], **how: Any
+) -> Sequence[Speech | CpSpecError]:
+    try:
+        check_time()
+    except EngineError as error:
+        return [error] * len(batch)
+    return model.run_batch(batch, **how)
 
 
 def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from .tensorfile import TensorFile
 _GRAPH = "model.onnx"
 _PLANS = ("llm.engine", "code2wav.engine")
 _HEADS = "lm_heads.safetensors"
+_COMPONENTS = ("talker", "code_predictor", "code2wav")
 _LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
 
 
@@ -29,7 +30,24 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if not _is_hidden(path, engine_dir)]
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
-    return [_describe(folder, engine_dir) for folder in folders]
+    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+
+
+def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
+    """Return an entry for each component that is not there beside one that is."""
+    roots = dict.fromkeys(folder.parent for folder in folders if folder.name in _COMPONENTS and folder != root)
+    absent = [path for parent in roots for name in _COMPONENTS if (path := parent / name) not in folders]
+    return [
+        {
+            "folder": str(path.relative_to(root)),
+            "model": None,
+            "kind": "missing: speech needs it; build it with cpspec-build",
+            "precision": None,
+            "files": [],
+            "limits": {},
+        }
+        for path in absent
+    ]
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -111,6 +129,8 @@ def format_description(description: list[dict[str, Any]]) -> str:
 
 
 def _format_one(entry: dict[str, Any]) -> str:
+    if entry["kind"].startswith("missing"):
+        return f"{entry['folder']}: {entry['kind']}"
     facts = {
         "model": entry["model"] or "not stated",
         "precision": entry["precision"] or "not stated",

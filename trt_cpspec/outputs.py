@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from .errors import ConfigError, CpSpecError
+from .guards import check_waveform
 from .requests import Request
 
 if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the input is known to be good
@@ -24,6 +26,9 @@ if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the i
 
 FAILED = "FAILED"
 """``output_text`` of a request that failed."""
+
+STDOUT = Path("-")
+"""Stands for standard output in place of a wav's path."""
 
 
 def check_folder(folder: Path) -> None:
@@ -39,7 +44,8 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error}") from error
+        # strerror: the rest names a temporary file that nobody asked for.
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
 
 
 def check_file(path: Path) -> None:
@@ -63,6 +69,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        if error.filename is not None and os.fspath(error.filename) == str(partial):
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -94,6 +104,11 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
         In [-1, 1].
     sample_rate : int
         Hz.
+
+    Raises
+    ------
+    EngineError
+        The waveform is not finite, or constant; nothing is written.
     """
     with replacing(path) as partial:
         partial.write_bytes(wav_bytes(waveform, sample_rate))
@@ -101,6 +116,7 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
 
 def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
     """Return the bytes of a mono PCM16 wav (see :func:`write_wav`)."""
+    check_waveform(waveform)
     buffer = io.BytesIO()  # Python writes the file, so that a full disk is an OSError
     samples = np.rint(waveform * 32767).astype(np.int16)
     soundfile.write(buffer, samples, sample_rate, subtype="PCM_16", format="WAV")
@@ -108,7 +124,13 @@ def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
 
 
 def write_response(
-    folder: Path, index: int, request: Request, prepared: PreparedRequest, result: Speech | CpSpecError
+    folder: Path,
+    index: int,
+    request: Request,
+    prepared: PreparedRequest,
+    result: Speech | CpSpecError,
+    *,
+    wav: Path | None = None,
 ) -> dict[str, Any]:
     """Write the files of one request and return its response object.
 
@@ -122,16 +144,19 @@ def write_response(
     request : Request
     prepared : PreparedRequest
     result : Speech, or the error that ended the request
+    wav : Path or None
+        Receives the wav in place of the two files; ``STDOUT`` is standard output.
     """
-    audio, codes = folder / f"audio_req{index}.wav", folder / f"rvq_req{index}.safetensors"
+    audio, codes = wav or folder / f"audio_req{index}.wav", folder / f"rvq_req{index}.safetensors"
+    written = [path for path in (audio, codes if wav is None else STDOUT) if path != STDOUT]
     outcome: dict[str, Any]
     try:
         if isinstance(result, CpSpecError):
             raise result
-        outcome = _write_speech(audio, codes, result)
+        outcome = _write_speech(audio, codes if wav is None else None, result)
     except (CpSpecError, OSError) as error:
         outcome = {"output_text": FAILED, "error": str(error)}
-        for path in (audio, codes):
+        for path in written:
             with suppress(OSError):
                 path.unlink()
     return {
@@ -145,20 +170,28 @@ def write_response(
         "non_streaming_mode": prepared.non_streaming_mode,
         "max_audio_length": prepared.max_frames,
         "sampling": prepared.sampling.as_dict(),
-        "warnings": list(prepared.warnings),
+        "warnings": list(prepared.warnings if isinstance(result, CpSpecError) else result.warnings),
     }
 
 
-def _write_speech(audio: Path, codes: Path, speech: Speech) -> dict[str, Any]:
-    with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
-        partial_audio.write_bytes(wav_bytes(speech.waveform, speech.sample_rate))
-        partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
+def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, Any]:
+    data = wav_bytes(speech.waveform, speech.sample_rate)
+    if audio == STDOUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    elif codes is None:
+        with replacing(audio) as partial_audio:
+            partial_audio.write_bytes(data)
+    else:
+        with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
+            partial_audio.write_bytes(data)
+            partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
     return {
         "audio_file": str(audio),
         "audio_samples": len(speech.waveform),
         "audio_sample_rate": speech.sample_rate,
         "audio_duration_ms": speech.duration_ms,
-        "rvq_file": str(codes),
+        **({"rvq_file": str(codes)} if codes is not None else {}),
         "finish_reason": speech.finish_reason,
         "cp_spec": speech.stats.as_dict(),
     }

@@ -26,6 +26,7 @@ from .config import (
 )
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
 from .frame import CpSpecStats
+from .guards import check_waveform, cut_warning, frame_limit, speech_warnings
 from .predictor import CodePredictor
 from .requests import Request
 from .runtime import open_runtime
@@ -36,7 +37,7 @@ from .text import TextTokenizer
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_FRAMES = 4096
-"""Frames of a request that sets no ``max_audio_length``, where the engine has room for so many."""
+"""Most frames of a request that sets no ``max_audio_length``: its text's limit, and never more than this."""
 
 Float32 = NDArray[np.float32]
 FrameProgress = Callable[[int], None]
@@ -81,7 +82,7 @@ class Speech:
     speaker : str or None
     language : str
     warnings : tuple of str
-        What was asked and not done.
+        What was asked and not done, and what is suspicious of the speech (see :mod:`~trt_cpspec.guards`).
     """
 
     waveform: Float32
@@ -102,7 +103,10 @@ class Speech:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that is known to fit the engine: names resolved, text tokenized, defaults filled in."""
+    """A request that is known to fit the engine: names resolved, text tokenized, defaults filled in.
+
+    ``if_cut`` is what to warn of where the end of speech does not come, None where the request set the length itself.
+    """
 
     prompt: Prompt
     sampling: ResolvedSampling
@@ -112,6 +116,7 @@ class PreparedRequest:
     speaker: str | None
     language: str
     warnings: tuple[str, ...]
+    if_cut: str | None = None
 
 
 @dataclass(slots=True)
@@ -304,7 +309,7 @@ class Qwen3TTS:
         spec = self.talker.spec
         warnings = list(request.warnings)
         speaker, language = _resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
-        self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
+        tokens = len(self.tokenizer.text_ids(request.text))  # refuses what cannot be spoken
         if request.instruct is not None:
             self.tokenizer.check_text(request.instruct, "instruct")
         instruct_ids = self._instruct_ids(request.instruct, warnings)
@@ -317,10 +322,12 @@ class Qwen3TTS:
             language=language,
             non_streaming_mode=layout,
         )
+        room = spec.limits.max_kv_cache_capacity - len(prompt.text_ids)
         return PreparedRequest(
             prompt=prompt,
             sampling=_resolve_sampling(spec, request, default_seed),
-            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            max_frames=_resolve_max_frames(spec, len(prompt.text_ids), tokens, request.max_audio_length, warnings),
+            if_cut=cut_warning(tokens, room) if request.max_audio_length is None else None,
             instruct=request.instruct if instruct_ids else None,
             non_streaming_mode=layout,
             speaker=speaker,
@@ -436,6 +443,7 @@ class Qwen3TTS:
         started = time.perf_counter()
         try:
             waveform = self.codec.decode(codes)
+            check_waveform(waveform)
         except CpSpecError as error:
             return error
         self.times.timed("code2wav", started)
@@ -448,7 +456,13 @@ class Qwen3TTS:
             sampling=row.request.sampling,
             speaker=row.request.speaker,
             language=row.request.language,
-            warnings=row.request.warnings,
+            warnings=row.request.warnings
+            + speech_warnings(
+                codes,
+                waveform,
+                self.codec.sample_rate,
+                if_cut=row.request.if_cut if row.finish_reason == "length" else None,
+            ),
         )
 
     def _instruct_ids(self, instruct: str | None, warnings: list[str]) -> list[int]:
@@ -547,7 +561,7 @@ def _resolve_sampling(spec: TalkerSpec, request: Request, default_seed: int | No
     )
 
 
-def _resolve_max_frames(spec: TalkerSpec, rows: int, asked: int | None, warnings: list[str]) -> int:
+def _resolve_max_frames(spec: TalkerSpec, rows: int, tokens: int, asked: int | None, warnings: list[str]) -> int:
     limits = spec.limits
     if rows > limits.max_input_len:
         raise ConfigError(
@@ -560,4 +574,4 @@ def _resolve_max_frames(spec: TalkerSpec, rows: int, asked: int | None, warnings
             f"max_audio_length {asked} is limited to {room} frames by the engine's max_kv_cache_capacity "
             f"{limits.max_kv_cache_capacity}"
         )
-    return min(asked if asked is not None else DEFAULT_MAX_FRAMES, room)
+    return min(asked if asked is not None else min(frame_limit(tokens), DEFAULT_MAX_FRAMES), room)
