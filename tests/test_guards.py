@@ -224,7 +224,8 @@ def test_a_wav_goes_where_it_is_told_to(engines: Path, work: Path) -> None:
     [
         (("Hi.", "-o", "file/x.wav"), "cannot be written"),
         (("Hi.", "-o", "-", "--dumpProfile"), "no room on standard output"),
-        (("Hi.", "-o", "x.json", "--outputFile", "x.json"), "named twice"),
+        (("Hi.", "-o", "x.wav", "--outputFile", "x.wav"), "named twice"),
+        (("Hi.", "-o", "x.opus"), "only wav is written"),
         (("Hi.", "--text", "Ho."), "give the text once"),
         (("Hi.", "--talkerEngineDir", "x"), "either ENGINE_DIR or --talkerEngineDir"),
         (("Hi.", "--timeLimit", "0"), "--timeLimit"),

@@ -22,7 +22,15 @@ from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.sampling import PhiloxNoise, Use
-from trt_cpspec.verify import VerifyOptions, chi_square_tail, detectable_variation, uniformity, verify
+from trt_cpspec.verify import (
+    VerifyOptions,
+    chi_square_tail,
+    compare_with_graph,
+    detectable_variation,
+    format_report,
+    uniformity,
+    verify,
+)
 
 Patch = pytest.MonkeyPatch
 FEW = VerifyOptions(frames=12)
@@ -264,6 +272,25 @@ def test_rounding_is_measured_and_reported_and_no_failure(predictor: CodePredict
     assert report["replay"]["within_rounding"] + report["coupled"]["rounding"] > 0
 
 
+def test_passes_that_differ_by_more_than_rounding_are_a_failure(predictor: CodePredictor, monkeypatch: Patch) -> None:
+    noisy_passes(monkeypatch, 1.0)
+    report = run(predictor)
+    assert report["errors"][0].startswith(
+        "rounding: passes of 1 x 2, 1 x 3, 1 x 8, 4 x 2, 4 x 3, 4 x 8 rows x positions"
+    )
+    assert report["logit_slack"] == 2 * verify_module.LOGIT_FLOOR
+
+
+def test_a_wide_pass_that_forgets_the_past_is_a_failure(predictor: CodePredictor, monkeypatch: Patch) -> None:
+    real = CodePredictor.forward
+
+    def forward(self: CodePredictor, codes: Any, depths: Any, counts: Any) -> Any:
+        return real(self, codes, depths + (codes.shape[1] > 1) * (depths > 1), counts)
+
+    monkeypatch.setattr(CodePredictor, "forward", forward)
+    assert run(predictor)["verdict"] == "fail"
+
+
 def test_an_error_is_found_through_the_rounding(predictor: CodePredictor, monkeypatch: Patch) -> None:
     noisy_passes(monkeypatch, 0.001)
     bonus_of_the_row_before(monkeypatch)
@@ -283,6 +310,23 @@ def test_a_code_that_differs_beyond_the_margin_is_a_failure(predictor: CodePredi
     report = run(predictor)
     assert report["coupled"]["wrong"] == 1  # of three batches, one at N = 8
     assert [error.split(":")[0] for error in report["errors"]] == ["coupled"]
+
+
+def test_a_plan_is_compared_with_its_graph(lively: Qwen3TTS, monkeypatch: Patch) -> None:
+    contexts = random_contexts(lively.predictor)
+    report = verify(lively.predictor, contexts, VerifyOptions(frames=2), reference=lively.predictor)
+    assert report["graph"] == {"relative_error": 0.0, "largest_logit_error": 0.0}
+    assert "graph     hidden states differ from the graph's on the CPU by 0.0e+00" in format_report(report)
+
+
+@pytest.mark.parametrize("factor", [1.1, np.nan])
+def test_a_plan_that_computes_something_else_is_a_failure(factor: float, predictor: CodePredictor) -> None:
+    """Everything about it agrees with itself; only the graph can tell."""
+    other = CodePredictor(predictor.spec, predictor._session, predictor._tables, predictor._code0_embedding)
+    other.forward = lambda *args: factor * predictor.forward(*args)  # type: ignore[method-assign]
+    graph = compare_with_graph(other, predictor, random_contexts(predictor))
+    (error,) = verify_module._graph_errors(graph)
+    assert "the plan computes something else" in error
 
 
 # ---- what it needs --------------------------------------------------------------------------------------------------

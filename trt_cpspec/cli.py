@@ -297,6 +297,8 @@ def _check_wav(options: dict[str, Any], requests: RequestFile) -> None:
     if len(requests.requests) != 1:
         raise ConfigError(f"-o takes the wav of one text, there are {len(requests.requests)}: use --outputAudioDir")
     if wav != outputs.STDOUT:
+        if wav.suffix.lower() != ".wav":
+            raise ConfigError(f"-o {wav}: only wav is written, and the name must say so")
         outputs.check_file(wav)
     elif options["dump_output"] or options["dump_profile"]:
         raise ConfigError("-o - leaves no room on standard output: use --outputFile and --profileOutputFile")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .frame import FrameResult
 from .pipeline import Qwen3TTS
 from .predictor import CodePredictor
+from .runtime import GRAPH_FILE
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests for a while in the warm light of the evening."
 """What is spoken to have Talker states, where no text is given."""
@@ -97,10 +98,19 @@ class Loaded(NamedTuple):
     predictor : CodePredictor
     model : Qwen3TTS or None
         Where the folder has Talker and codec too.
+    folder : Path
+        Of the CodePredictor.
     """
 
     predictor: CodePredictor
     model: Qwen3TTS | None
+    folder: Path
+
+    def graph(self) -> CodePredictor | None:
+        """Return the graph that a plan was built from, on the CPU; None where no plan runs, or no graph is there."""
+        if not self.predictor.device_facts() or not (self.folder / GRAPH_FILE).is_file():
+            return None
+        return CodePredictor.from_engine_dir(self.folder, device="cpu")
 
     def contexts(self, text: str, count: int, *, spoken: bool = True) -> Contexts:
         """Return where frames begin: in a spoken text where that is possible and wanted, else at random."""
@@ -119,6 +129,6 @@ def load_engines(engine_dir: Path, *, device: str = "auto", threads: int | None 
     """
     if all((engine_dir / name / "config.json").is_file() for name in COMPONENTS):
         model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads)
-        return Loaded(model.predictor, model)
+        return Loaded(model.predictor, model, engine_dir / "code_predictor")
     folder = engine_dir / "code_predictor" if (engine_dir / "code_predictor").is_dir() else engine_dir
-    return Loaded(CodePredictor.from_engine_dir(folder, device=device, threads=threads), None)
+    return Loaded(CodePredictor.from_engine_dir(folder, device=device, threads=threads), None, folder)

@@ -72,7 +72,7 @@ def verify(engine_dir: Path, frames: int, windows: tuple[int, ...], seed: int, a
     loaded = load_engines(engine_dir, device=options["device"], threads=options["threads"])
     contexts = loaded.contexts(options["text"] or TEXT, 64, spoken=not options["random_states"])
     with progress_bar("verifying", frames) as update:
-        report = run_verify(loaded.predictor, contexts, chosen, progress=update)
+        report = run_verify(loaded.predictor, contexts, chosen, reference=loaded.graph(), progress=update)
     report["machine"] = describe_machine(loaded.predictor)
     if as_json:
         print_json(report)

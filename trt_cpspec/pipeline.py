@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ class StageTimes:
 class Qwen3TTS:
     """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Not safe for use from several threads at once.
+    Batches of several threads are spoken one after the other.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
@@ -158,6 +159,7 @@ class Qwen3TTS:
         self.codec = codec
         self.tokenizer = tokenizer
         self.times = StageTimes()
+        self._busy = threading.Lock()
         self._fastest: dict[tuple[Mode, int], dict[str, Any]] = {}
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
@@ -358,7 +360,8 @@ class Qwen3TTS:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
         try:
-            self._generate(rows, window, mode, progress or (lambda frames: None))
+            with self._busy:
+                self._generate(rows, window, mode, progress or (lambda frames: None))
         except EngineError as error:  # nothing can be said of the rows that were still being spoken
             for row in rows:
                 if row.finish_reason is None and row.error is None:

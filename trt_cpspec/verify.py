@@ -1,6 +1,6 @@
 """Show on an engine that speculation changes nothing, or say what it changes.
 
-Five checks through the public :class:`~trt_cpspec.predictor.CodePredictor`, on whatever device it runs:
+Six checks through the public :class:`~trt_cpspec.predictor.CodePredictor`, on whatever device it runs:
 
 replay
     Every decision of the drawn frames is made again by the sampler as it is defined
@@ -13,6 +13,8 @@ coupled
     The codes of the mode ``coupled`` against those of N = 0, one by one.
 rows
     A row's codes in a batch, in a permuted batch, and alone.
+graph
+    Hidden states of a plan against those of the graph that it was built from, on the CPU.
 edges
     The smallest and the largest random number that an accept step can meet, at drafts of probability 0 and 1.
 
@@ -56,6 +58,12 @@ MIN_SAMPLE = 20 * CELLS
 
 LOGIT_FLOOR = 1e-4
 """Least logit error that is assumed: the float32 arithmetic of the sampling kernels."""
+
+LOGIT_LIMIT = 0.5
+"""Most that a pass's shape may change a logit and still be rounding; FP16 engines are near 0.02, BF16 below 0.3."""
+
+GRAPH_TOLERANCE = 0.05
+"""Of the largest magnitude of a frame's hidden states: FP16 plans are within 0.01 of their graph."""
 
 LAWS = (
     SamplingParams(),
@@ -102,6 +110,7 @@ def verify(
     contexts: Contexts,
     options: VerifyOptions | None = None,
     *,
+    reference: CodePredictor | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run every check; return the report (see :func:`format_report`).
@@ -111,6 +120,8 @@ def verify(
     predictor : CodePredictor
     contexts : Contexts
     options : VerifyOptions or None
+    reference : CodePredictor or None
+        The graph that a plan was built from, on the CPU; None compares nothing.
     progress : callable or None
         Called with the number of frames that were added.
 
@@ -122,7 +133,10 @@ def verify(
     options = options or VerifyOptions()
     windows = _usable_windows(predictor, options.windows)
     rounding = measure_rounding(predictor, contexts, windows)
-    run = _Run(predictor, contexts, options, slack=2 * max(rounding["largest_error"], LOGIT_FLOOR))
+    # What is more than rounding is an error of its own, and excuses nothing.
+    rounds_off = rounding["largest_error"] <= LOGIT_LIMIT
+    slack = 2 * (max(rounding["largest_error"], LOGIT_FLOOR) if rounds_off else LOGIT_FLOOR)
+    run = _Run(predictor, contexts, options, slack=slack)
     batch = min(predictor.spec.limits.max_batch_size, MAX_VERIFY_SIZE, options.frames)
     for number, first in enumerate(range(0, options.frames, batch)):
         rows = range(first, min(first + batch, options.frames))
@@ -130,7 +144,10 @@ def verify(
         if progress is not None:
             progress(len(rows))
     run.check_edges(windows[0])
-    return run.report() | {
+    graph = compare_with_graph(predictor, reference, contexts) if reference is not None else None
+    report = run.report([*_rounding_errors(rounding), *_graph_errors(graph)])
+    return report | {
+        "graph": graph,
         "windows": list(windows),
         "frames": options.frames,
         "contexts": contexts.source,
@@ -174,18 +191,18 @@ def measure_rounding(
         for width in sorted({1, *windows}):
             if (rows, width) == (1, 1):
                 continue
-            error = 0.0
+            errors = []
             for first in range(0, batch, rows):
                 part = slice(first, first + rows)
                 states = autoregressive_states(predictor, hidden[part], codes[part], width=width)
                 for reference, state in zip(alone[part], states, strict=True):
                     found = _logits(predictor, state)
-                    error = max(error, float(np.abs(found - reference).max()))
+                    errors.append(np.abs(found - reference).max())
                     flips += int((found.argmax(axis=1) != reference.argmax(axis=1)).sum())
                     compared += len(found)
-            by_shape[f"{rows} x {width}"] = error
+            by_shape[f"{rows} x {width}"] = float(np.max(errors))  # that of a NaN is NaN
     return {
-        "largest_error": max(by_shape.values()),
+        "largest_error": float(np.max(list(by_shape.values()))),
         "argmax_flips": flips,
         "compared": compared,
         "by_shape": by_shape,
@@ -194,6 +211,29 @@ def measure_rounding(
 
 def _logits(predictor: CodePredictor, states: Float32) -> Float32:
     return np.asarray(predictor.target_logits(states, 1), np.float32)
+
+
+def compare_with_graph(
+    predictor: CodePredictor, reference: CodePredictor, contexts: Contexts, count: int = 8
+) -> dict[str, float]:
+    """Follow the same codes through a plan and through the graph that it was built from.
+
+    Returns
+    -------
+    dict
+        ``relative_error`` of the hidden states, of their largest magnitude, and ``largest_logit_error``.
+    """
+    hidden, code0 = contexts.talker_hidden[:count], contexts.code0[:count]
+    relative, absolute = [], []
+    for row in range(len(code0)):
+        part = slice(row, row + 1)
+        codes = reference.decode_frame(hidden[part], code0[part], seeds=row).codes
+        expected = autoregressive_states(reference, hidden[part], codes)[0]
+        found = autoregressive_states(predictor, hidden[part], codes)[0]
+        relative.append(np.abs(found - expected).max() / np.abs(expected).max())
+        absolute.append(np.abs(_logits(predictor, found) - _logits(reference, expected)).max())
+    # numpy's maximum, that of a NaN is NaN.
+    return {"relative_error": float(np.max(relative)), "largest_logit_error": float(np.max(absolute))}
 
 
 # ---- the checks -----------------------------------------------------------------------------------------------------
@@ -380,10 +420,10 @@ class _Run:
 
     # ---- the report ----
 
-    def report(self) -> dict[str, Any]:
-        """Return verdict, errors, and what each check saw."""
+    def report(self, errors: list[str]) -> dict[str, Any]:
+        """Return verdict, errors, those of other checks before its own, and what each check saw."""
         tests = self._law_tests()
-        errors = [*self._law_errors(tests), *self._replay_errors()]
+        errors = [*errors, *self._law_errors(tests), *self._replay_errors()]
         if self._coupled["wrong"]:
             errors.append(f"coupled: {self._coupled['wrong']} frame(s) have other codes than N = 0 gives")
         if self._rows["wrong"]:
@@ -444,6 +484,27 @@ class _Run:
         if not names:
             return [f"{total}; {self._replay.where}"]
         return [f"{total}: {' or: '.join(names)}"]
+
+
+def _rounding_errors(rounding: dict[str, Any]) -> list[str]:
+    # Written so that a NaN is an error.
+    wrong = [shape for shape, error in rounding["by_shape"].items() if not error <= LOGIT_LIMIT]
+    if not wrong:
+        return []
+    return [
+        f"rounding: passes of {', '.join(wrong)} rows x positions give logits that differ by up to "
+        f"{rounding['largest_error']:.2g} from those of one row and one position, which is no rounding"
+    ]
+
+
+def _graph_errors(graph: dict[str, float] | None) -> list[str]:
+    # Written so that a NaN is an error.
+    if graph is None or graph["relative_error"] <= GRAPH_TOLERANCE:
+        return []
+    return [
+        f"graph: hidden states differ by {graph['relative_error']:.2g} of their largest magnitude from those of the "
+        f"graph that the plan was built from, {GRAPH_TOLERANCE} is allowed: the plan computes something else"
+    ]
 
 
 def _what_differs(decision: Decision, wanted: tuple[bool | None, int]) -> str:
@@ -566,6 +627,7 @@ def format_report(report: dict[str, Any]) -> str:
         f"within the rounding, {report['coupled']['wrong']} beyond it",
         _rows_line(report["rows"]),
         _edges_line(report["edges"]),
+        *_graph_lines(report["graph"]),
         "law       rejection against autoregressive, total variation over 17 cells",
         *_law_lines(report["law"]),
         f"          threshold: a correct engine fails once in {1 / report['false_alarm']:,.0f} seeds; 'found': what is "
@@ -574,6 +636,15 @@ def format_report(report: dict[str, Any]) -> str:
     lines += [f"error     {error}" for error in report["errors"]]
     verdict = "speculation changes nothing" if report["verdict"] == "pass" else "speculation changes the speech"
     return "\n".join([*lines, f"{report['verdict'].upper()}: {verdict} on this engine"])
+
+
+def _graph_lines(graph: dict[str, float] | None) -> list[str]:
+    if graph is None:
+        return []
+    return [
+        f"graph     hidden states differ from the graph's on the CPU by {graph['relative_error']:.1e} of their largest "
+        f"magnitude, logits by {graph['largest_logit_error']:.1e}"
+    ]
 
 
 def _rows_line(rows: dict[str, int]) -> str:
