@@ -34,8 +34,8 @@ def report_of(engines: Path, *args: str) -> dict[str, Any]:
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def test_every_window_is_measured_on_the_same_frames(engines: Path) -> None:
-    report = report_of(engines)
+def test_every_window_is_measured_on_the_same_frames(demo_engines: Path) -> None:
+    report = report_of(demo_engines)
     assert [row["verify_size"] for row in report["windows"]] == [0, 2, 3, 4, 5, 6, 7, 8]
     plain = report["windows"][0]
     assert (plain["passes_per_frame"], plain["codes_per_round"], plain["speedup"]) == (15, 1, 1)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from trt_cpspec.builder.cli import main
-from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
 
 from trt_cpspec import frame, sampling
 from trt_cpspec import verify as verify_module
@@ -374,22 +373,12 @@ def test_the_stated_power_is_met() -> None:
 
 def test_uniform_numbers_are_not_found() -> None:
     random = np.random.default_rng(0)
-    tests = [uniformity(random.random(400)) for _ in range(2000)]
-    assert np.mean([test["p_value"] < 0.01 for test in tests]) < 0.02
+    tests = [uniformity(random.random(400)) for _ in range(500)]
+    assert np.mean([test["p_value"] < 0.01 for test in tests]) < 0.03
     assert np.mean([test["total_variation"] for test in tests]) == pytest.approx(tests[0]["noise"], rel=0.05)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def demo_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    write_checkpoint(folder / "checkpoint", SyntheticSpec.demo())
-    given = ["--checkpointDir", str(folder / "checkpoint"), "--engineDir", str(folder / "eng")]
-    result = CliRunner().invoke(main, ["build", *given, "--backend", "onnxruntime"])
-    assert result.exit_code == 0, result.output
-    return folder / "eng"
 
 
 def test_the_demo_engine_passes(demo_engines: Path) -> None:

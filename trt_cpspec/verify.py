@@ -24,6 +24,7 @@ that moving the logits by twice that error turns round is reported as rounding, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -597,9 +598,14 @@ def detectable_variation(count: int, threshold: float) -> float:
 
     A total variation d is a noncentrality of at least ``4 * count * d**2``, whatever its shape.
     """
+    return min(math.sqrt(_needed_noncentrality(threshold) / (4 * count)), 1.0)
+
+
+@functools.cache
+def _needed_noncentrality(threshold: float) -> float:
+    """Return the noncentrality that exceeds the critical value of a threshold with a chance of ``POWER``."""
     critical = _bisected(lambda value: chi_square_tail(value) < threshold, 0.0, 1000.0)
-    needed = _bisected(lambda value: chi_square_tail(critical, value) > POWER, 0.0, 700.0)
-    return min(math.sqrt(needed / (4 * count)), 1.0)
+    return _bisected(lambda value: chi_square_tail(critical, value) > POWER, 0.0, 700.0)
 
 
 def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
