@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from .config import Section
 from .frame import FrameResult
 from .pipeline import Qwen3TTS
 from .predictor import CodePredictor
@@ -127,8 +128,14 @@ def load_engines(engine_dir: Path, *, device: str = "auto", threads: int | None 
     ConfigError, EngineError
         It is neither, or cannot be used.
     """
-    if all((engine_dir / name / "config.json").is_file() for name in COMPONENTS):
+    if _speaks(engine_dir):
         model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads)
         return Loaded(model.predictor, model, engine_dir / "code_predictor")
     folder = engine_dir / "code_predictor" if (engine_dir / "code_predictor").is_dir() else engine_dir
     return Loaded(CodePredictor.from_engine_dir(folder, device=device, threads=threads), None, folder)
+
+
+def _speaks(engine_dir: Path) -> bool:
+    """Return whether a folder has all that Qwen3-TTS needs."""
+    configs = [engine_dir / name / "config.json" for name in COMPONENTS]
+    return all(path.is_file() for path in configs) and Section.from_file(configs[0]).has("tts_model_type")
