@@ -144,7 +144,7 @@ def test_auto_in_python_is_measured_once(lively: Qwen3TTS, monkeypatch: Patch) -
     model = Qwen3TTS(lively.talker, lively.predictor, lively.codec, lively.tokenizer)
     speeches = [model.synthesize("Hi.", seed=1, max_audio_length=2, verify_size="auto") for _ in range(2)]
     assert [speech.stats.window.verify_size for speech in speeches] == [4, 4]
-    assert calls == [{"mode": "rejection", "batch": 1}]
+    assert calls == [{"mode": "rejection", "batch": 1, "params": lively.talker.spec.defaults.subtalker}]
 
 
 def test_auto_on_the_command_line_says_what_it_took(engines: Path, tmp_path: Path) -> None:

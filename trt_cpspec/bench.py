@@ -108,7 +108,13 @@ def time_windows(
 
 
 def choose_verify_size(
-    predictor: CodePredictor, contexts: Contexts, *, mode: Mode = "rejection", batch: int = 1, frames: int = 6
+    predictor: CodePredictor,
+    contexts: Contexts,
+    *,
+    mode: Mode = "rejection",
+    batch: int = 1,
+    params: SamplingParams | None = None,
+    frames: int = 6,
 ) -> dict[str, Any]:
     """Return the fastest verify size of a short measurement; 0 where speculation does not pay.
 
@@ -117,7 +123,8 @@ def choose_verify_size(
     dict
         ``verify_size``, ``frame_ms`` (the mean for each size, of a whole batch), and ``reason`` in words.
     """
-    found = time_windows(predictor, contexts, usable_windows(predictor), frames=frames, batch=batch, mode=mode)
+    windows = usable_windows(predictor)
+    found = time_windows(predictor, contexts, windows, frames=frames, batch=batch, mode=mode, params=params)
     means = {window.verify_size: statistics.fmean(window.frame_ms) for window in found}
     fastest = min(means, key=lambda size: means[size])
     chosen = fastest if means[fastest] <= PAYS * means[0] else 0

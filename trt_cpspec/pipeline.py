@@ -285,7 +285,8 @@ class Qwen3TTS:
         key = (checked_mode(mode), batch)
         if key not in self._fastest:
             contexts = spoken_contexts(self, count=6)
-            self._fastest[key] = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch)
+            params = self.talker.spec.defaults.subtalker
+            self._fastest[key] = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
             logger.info("verify size: %s", self._fastest[key]["reason"])
         return self._fastest[key]
 

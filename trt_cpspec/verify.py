@@ -51,6 +51,9 @@ FALSE_ALARM = 1e-6
 POWER = 0.999
 """Chance that an error of the stated total variation is found."""
 
+NEEDED_VARIATION = 0.05
+"""Total variation for which the report says how many frames it takes."""
+
 CELLS = 17
 """Cells of a chi-square test: 16 degrees of freedom, whose tail is a finite sum."""
 
@@ -135,8 +138,8 @@ def verify(
     windows = _usable_windows(predictor, options.windows)
     rounding = measure_rounding(predictor, contexts, windows)
     # What is more than rounding is an error of its own, and excuses nothing.
-    rounds_off = rounding["largest_error"] <= LOGIT_LIMIT
-    slack = 2 * (max(rounding["largest_error"], LOGIT_FLOOR) if rounds_off else LOGIT_FLOOR)
+    error = rounding["largest_error"]
+    slack = 2 * (max(error, LOGIT_FLOOR) if error <= LOGIT_LIMIT else LOGIT_FLOOR)
     run = _Run(predictor, contexts, options, slack=slack)
     batch = min(predictor.spec.limits.max_batch_size, MAX_VERIFY_SIZE, options.frames)
     for number, first in enumerate(range(0, options.frames, batch)):
@@ -172,7 +175,7 @@ def _usable_windows(predictor: CodePredictor, asked: Sequence[int]) -> tuple[int
 
 
 def measure_rounding(
-    predictor: CodePredictor, contexts: Contexts, windows: Sequence[int], count: int = 16
+    predictor: CodePredictor, contexts: Contexts, windows: Sequence[int], count: int = 8
 ) -> dict[str, Any]:
     """Compare the logits of wider passes, and of batches, with those of one row's passes of one position.
 
@@ -188,12 +191,12 @@ def measure_rounding(
              for i in range(batch)]  # fmt: skip
     by_shape: dict[str, float] = {}
     flips = compared = 0
-    for rows in sorted({1, batch}):
+    for rows in sorted({1, min(predictor.spec.limits.max_batch_size, len(code0))}):
         for width in sorted({1, *windows}):
             if (rows, width) == (1, 1):
                 continue
             errors = []
-            for first in range(0, batch, rows):
+            for first in range(0, len(code0), rows):
                 part = slice(first, first + rows)
                 states = autoregressive_states(predictor, hidden[part], codes[part], width=width)
                 for reference, state in zip(alone[part], states, strict=True):
@@ -304,12 +307,14 @@ class _Run:
 
     def check_edges(self, window: int) -> None:
         """Meet the smallest accept number at a draft of probability 0, and the largest at one of probability 1."""
+        titles = {True: "probability 1, largest number", False: "probability 0, smallest number"}
         for context in range(len(self._contexts.code0)):
+            if all(self._edges[title] >= len(_SMALLEST) for title in titles.values()):
+                return
             possible = self._forced_draft(context)
-            frames = _LARGEST if possible else _SMALLEST
-            title = "probability 1, largest number" if possible else "probability 0, smallest number"
-            if possible is None or self._edges[title] >= 2 * len(frames):
+            if possible is None:
                 continue
+            frames, title = (_LARGEST if possible else _SMALLEST), titles[possible]
             frame = frames[context % len(frames)]
             row = _Row(context, Draws(_GREEDY, _EDGE_SEED, frame))
             accepted = self._decode([row], window, "rejection").rounds[0][0].accepted > 0
@@ -453,6 +458,17 @@ class _Run:
             "logit_slack": self._slack,
             "false_alarm": FALSE_ALARM,
             "power": POWER,
+            "frames_for_variation": self._frames_needed(FALSE_ALARM / max(len(tests), 1)),
+        }
+
+    def _frames_needed(self, threshold: float) -> dict[str, Any]:
+        """Return how many frames find a total variation of 0.05, over all depths and at each of them."""
+        sample = _needed_noncentrality(threshold) / (4 * NEEDED_VARIATION**2)
+        depths = self._predictor.num_code_groups - 1
+        return {
+            "variation": NEEDED_VARIATION,
+            "all_depths": math.ceil(sample / depths),
+            "each_depth": math.ceil(sample),
         }
 
     def _law_tests(self) -> dict[str, dict[str, Any]]:
@@ -621,7 +637,7 @@ def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the report as text; its last line is the verdict."""
-    rounding, replay = report["rounding"], report["replay"]
+    rounding, replay, needed = report["rounding"], report["replay"], report["frames_for_variation"]
     sizes = ", ".join(map(str, report["windows"]))
     lines = [
         f"{report['frames']} frames of each mode at N = {sizes}, seed {report['seed']}, from {report['contexts']}",
@@ -636,8 +652,10 @@ def format_report(report: dict[str, Any]) -> str:
         *_graph_lines(report["graph"]),
         "law       rejection against autoregressive, total variation over 17 cells",
         *_law_lines(report["law"]),
-        f"          threshold: a correct engine fails once in {1 / report['false_alarm']:,.0f} seeds; 'found': what is "
-        f"found with a chance of {report['power']}",
+        f"          a correct engine fails once in {1 / report['false_alarm']:,.0f} seeds; 'found' is the variation "
+        f"found with a chance of {report['power']}:",
+        f"          for {needed['variation']} over all depths it takes {needed['all_depths']:,} frames, at each depth "
+        f"{needed['each_depth']:,}",
     ]
     lines += [f"error     {error}" for error in report["errors"]]
     verdict = "speculation changes nothing" if report["verdict"] == "pass" else "speculation changes the speech"
