@@ -24,11 +24,14 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 
-FRAME_MS = 80.0
-"""Length of a frame's audio."""
-
 PAYS = 0.98
 """A window is taken only where a frame takes at most this share of the time without speculation."""
+
+SPEECH_TURNS = 4
+"""Utterances of each window; the first is the warm-up."""
+
+SPEECH_FRAMES = 25
+"""Longest utterance whose time is taken: 2 s of audio."""
 
 _SEED = 1
 
@@ -165,6 +168,7 @@ def bench(
     spoken : bool
         Take Talker states from the text and time speech too, where that is possible.
     progress : callable or None
+        Called with 1, :func:`bench_steps` times.
     """
     predictor, windows = loaded.predictor, usable_windows(loaded.predictor)
     contexts = loaded.contexts(text, min(frames * batch, 256), spoken=spoken)
@@ -175,8 +179,9 @@ def bench(
     )  # fmt: skip
     rows = [_row(window, found[0]) for window in found]
     if loaded.model is not None and spoken:
-        for row, measured in zip(rows, time_speech(loaded.model, windows, text, frames, mode), strict=True):
-            row.update(measured)
+        measured = time_speech(loaded.model, windows, text, min(frames, SPEECH_FRAMES), mode, progress=progress)
+        for row, speech in zip(rows, measured, strict=True):
+            row.update(speech)
     return {
         "machine": describe_machine(predictor),
         "mode": mode,
@@ -187,6 +192,12 @@ def bench(
         "fallback_reason": predictor.window(2).reason if len(windows) == 1 else None,
         "windows": rows,
     }
+
+
+def bench_steps(loaded: Loaded, frames: int, warmup: int, *, spoken: bool) -> int:
+    """Return how often :func:`bench` reports progress."""
+    speech = SPEECH_TURNS if loaded.model is not None and spoken else 0
+    return (frames + warmup + speech) * len(usable_windows(loaded.predictor))
 
 
 def _row(window: WindowTimes, plain: WindowTimes) -> dict[str, Any]:
@@ -209,7 +220,7 @@ def _row(window: WindowTimes, plain: WindowTimes) -> dict[str, Any]:
 
 
 def time_speech(
-    model: Qwen3TTS, windows: Sequence[int], text: str, frames: int, mode: Mode
+    model: Qwen3TTS, windows: Sequence[int], text: str, frames: int, mode: Mode, *, progress: Progress | None = None
 ) -> list[dict[str, float | None]]:
     """Time whole utterances: the real-time factor, and the time to the first frame's samples.
 
@@ -218,13 +229,15 @@ def time_speech(
     """
     factors: dict[int, list[float]] = {n: [] for n in windows}
     firsts: dict[int, list[float]] = {n: [] for n in windows}
-    for turn in range(4):  # the first is the warm-up
+    for turn in range(SPEECH_TURNS):
         for n in windows:
             _, first_ms = _timed(model, text, 1, n, mode, _SEED + turn)
             audio_ms, spent_ms = _timed(model, text, frames, n, mode, _SEED + turn)
             if turn and audio_ms:
                 firsts[n].append(first_ms)
                 factors[n].append(audio_ms / spent_ms)
+            if progress is not None:
+                progress(1)
     return [
         {
             "real_time_factor": statistics.median(factors[n]) if factors[n] else None,

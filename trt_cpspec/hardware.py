@@ -10,11 +10,12 @@ from pathlib import Path
 from . import __version__
 from .predictor import CodePredictor
 
-_PACKAGES = ("numpy", "onnxruntime", "cuda-core", "tensorrt", "tensorrt-rtx")
+_PACKAGES = {False: ("numpy", "onnxruntime"), True: ("numpy", "cuda-core")}
 
 
 def describe_machine(predictor: CodePredictor) -> dict[str, str]:
     """Return processor, device, and the versions of what computes."""
+    device = predictor.device_facts()
     facts = {
         "device": "cpu",
         "processor": processor_name(),
@@ -22,12 +23,12 @@ def describe_machine(predictor: CodePredictor) -> dict[str, str]:
         "trt_cpspec": __version__,
         "python": platform.python_version(),
     }
-    for name in _PACKAGES:
+    for name in _PACKAGES[bool(device)]:
         try:
             facts[name] = version(name)
         except PackageNotFoundError:
             continue
-    return facts | predictor.device_facts()
+    return facts | device
 
 
 def processor_name() -> str:

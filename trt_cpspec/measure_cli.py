@@ -102,7 +102,7 @@ def bench(engine_dir: Path, frames: int, batch: int, mode: Mode, picture: Path |
     drafts, and with Talker and codec times speech, for N = 0 and every verify size in one run.
     """
     from .bench import bench as run_bench  # noqa: PLC0415  ONNX Runtime is loaded when it is needed
-    from .bench import format_bench, usable_windows  # noqa: PLC0415
+    from .bench import bench_steps, format_bench  # noqa: PLC0415
     from .contexts import TEXT, load_engines  # noqa: PLC0415
     from .picture import bench_picture  # noqa: PLC0415
 
@@ -113,12 +113,11 @@ def bench(engine_dir: Path, frames: int, batch: int, mode: Mode, picture: Path |
     limit = loaded.predictor.spec.limits.max_batch_size
     if batch > limit:
         raise ConfigError(f"a batch size of {batch} exceeds the engine's max_batch_size {limit}")
-    warmup = 3
-    steps = (frames + warmup) * len(usable_windows(loaded.predictor))
-    with progress_bar("measuring", steps) as update:
+    warmup, spoken = 3, not options["random_states"]
+    with progress_bar("measuring", bench_steps(loaded, frames, warmup, spoken=spoken)) as update:
         report = run_bench(
-            loaded, frames=frames, warmup=warmup, text=options["text"] or TEXT, mode=mode, batch=batch,
-            spoken=not options["random_states"], progress=update,
+            loaded, frames=frames, warmup=warmup, text=options["text"] or TEXT, mode=mode, batch=batch, spoken=spoken,
+            progress=update,
         )  # fmt: skip
     if picture is not None:
         outputs.write_text(picture, bench_picture(report))
