@@ -8,7 +8,6 @@ of the production code it shares :func:`~trt_cpspec.sampling.law` and the number
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -307,44 +306,60 @@ KNOWN_ERRORS: tuple[Sampler, ...] = (
 """Samplers that have been met in the field, each with the one error it is named after."""
 
 
-def is_rounding(decision: Decision, slack: float) -> bool:
-    """Return whether moving the logits that decide by ``slack`` gives what was observed.
+class Bounds(NamedTuple):
+    """The least and the largest probability of each code, ``[V]`` float64, when logits may be off by an error."""
 
-    Parameters
-    ----------
-    decision : Decision
-    slack : float
-        Twice the largest error of a logit: one code against all others can have moved by that.
+    low: Law
+    high: Law
+
+
+def bounds(logits: Float32, params: SamplingParams, error: float) -> Bounds:
+    """Return what a law may be when each logit is off by ``error`` at most, normaliser aside.
+
+    A code near the edge of top-k or top-p may be in or out; so may what top-p's edge decides, which moves by as much.
     """
-    sampler = Sampler()
-    wanted = sampler.outcome(decision)
-    pivots = {decision.code, wanted[1]}
-    if decision.draft is not None:
-        ranked = sampler.draft(decision)
-        drawn = pick(ranked, decision, Use.DRAFT)
-        ranked[drawn] = 0.0
-        pivots |= {drawn, pick(ranked, decision, Use.DRAFT)} if ranked.any() else {drawn}
-    return any(sampler.outcome(moved) == decision.outcome for moved in _moved(decision, pivots, slack))
+    values = logits.astype(np.float64)
+    if params.temperature == 0:
+        two = np.partition(values, len(values) - 2)[-2:]
+        certain = (values == two[1]) & (two[1] - two[0] > 2 * error)
+        return Bounds(certain.astype(np.float64), (values + 2 * error >= two[1]).astype(np.float64))
+    edges = (params.top_p,) if params.top_p == 1 else (max(params.top_p - error, 1e-9), min(params.top_p + error, 1.0))
+    fewest, most = (law(logits, _changed(params, top_p=edge)) > 0 for edge in (edges[0], edges[-1]))
+    outside = values[~fewest].max(initial=-np.inf)
+    weights = np.exp((values - values.max()) / params.temperature)
+    factor = np.exp(error / params.temperature)
+    low = np.where(fewest & (values - error > outside + error), weights / factor / weights[most].sum(), 0.0)
+    high = np.where(values + error >= values[most].min() - error, weights * factor / weights[fewest].sum(), 0.0)
+    return Bounds(low, high)
 
 
-def _moved(decision: Decision, pivots: set[int], slack: float) -> Iterator[Decision]:
-    """Yield the decision with one code's logits moved against all others, and the edge of top-p with them."""
-    top_p = decision.draws.params.top_p
-    edges = {top_p} if top_p == 1 else {top_p, max(top_p - slack, 1e-9), min(top_p + slack, 1.0)}
-    shifts = (0.0, slack, -slack)
-    for code, target, draft, edge in itertools.product(pivots, shifts, shifts, edges):
-        yield replace(
-            decision,
-            target=_shifted(decision.target, code, target),
-            draft=None if decision.draft is None else _shifted(decision.draft, code, draft),
-            draws=decision.draws._replace(params=_changed(decision.draws.params, top_p=edge)),
-        )
+def is_rounding(decision: Decision, error: float) -> bool:
+    """Return whether an outcome is possible when each logit is off by ``error`` at most.
+
+    The winner of a draw, noise included, may then change places with a code that is within twice the error. An
+    acceptance and a residual law compare normalised probabilities, each off by the factor ``exp(2 * error)`` at most.
+    """
+    params, target = decision.draws.params, decision.target
+    if decision.draft is None:
+        return bool(_possible_winners(bounds(target, params, error), decision, Use.TARGET)[decision.code])
+    drawn = _possible_winners(bounds(decision.draft, params, error), decision, Use.DRAFT)
+    targets, drafts = bounds(target, params, 2 * error), bounds(decision.draft, params, 2 * error)
+    number = uniforms(*_address(decision), Use.ACCEPT, np.zeros(1, np.int64))[0]
+    if decision.accepted:
+        return bool(drawn[decision.code] and number * drafts.low[decision.code] < targets.high[decision.code])
+    residual = Bounds(np.maximum(targets.low - drafts.high, 0.0), np.maximum(targets.high - drafts.low, 0.0))
+    can_reject = drawn & (number * drafts.high >= targets.low)
+    return bool(can_reject.any() and _possible_winners(residual, decision, Use.RESIDUAL)[decision.code])
 
 
-def _shifted(logits: Float32, code: int, shift: float) -> Float32:
-    out = logits.astype(np.float64)
-    out[code] += shift
-    return out  # type: ignore[return-value]  # float64, so that a shift below a float32's step is one
+def _possible_winners(chances: Bounds, decision: Decision, use: Use) -> NDArray[np.bool_]:
+    """Return which codes can have the largest sum of log-probability and noise."""
+    numbers = uniforms(*_address(decision), use, np.arange(len(chances.low)))
+    noise = -np.log(-np.log(numbers))
+    with np.errstate(divide="ignore"):
+        low, high = (np.log(chance) + noise for chance in chances)
+    possible: NDArray[np.bool_] = np.isfinite(high) & (high >= low.max())
+    return possible
 
 
 class Cells(NamedTuple):
