@@ -276,7 +276,7 @@ def test_passes_that_differ_by_more_than_rounding_are_a_failure(predictor: CodeP
     noisy_passes(monkeypatch, 1.0)
     report = run(predictor)
     assert report["errors"][0].startswith(
-        "rounding: passes of 1 x 2, 1 x 3, 1 x 8, 4 x 2, 4 x 3, 4 x 8 rows x positions"
+        "rounding: passes of 1 x 2, 1 x 3, 1 x 8, 4 x 1, 4 x 2, 4 x 3, 4 x 8 rows x positions"
     )
     assert report["logit_error"] == verify_module.LOGIT_FLOOR
 

@@ -83,7 +83,7 @@ _LARGEST = (1329544, 37418322, 37771296, 47456904, 67079823)
 _ROW_CHECKS = 4
 _EXAMPLES = 100
 # Not all: of an engine that rounds, some examples are off by that too.
-_NAMED_SHARE = 0.9
+_EXPLAINED_SHARE, _RIGHT_SHARE = 0.75, 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ class _Replay:
         return [
             error.title
             for error in KNOWN_ERRORS
-            if min(_share(error, self.examples), _share(error, self.right)) >= _NAMED_SHARE
+            if _share(error, self.examples) >= _EXPLAINED_SHARE and _share(error, self.right) >= _RIGHT_SHARE
         ]
 
 
