@@ -24,6 +24,7 @@ from trt_cpspec.builder.tts import BuildOptions
 
 from trt_cpspec.cli import reports_errors
 from trt_cpspec.config import Section, TalkerSpec
+from trt_cpspec.outputs import check_file
 from trt_cpspec.session import DecoderSession
 
 
@@ -38,6 +39,8 @@ from trt_cpspec.session import DecoderSession
 @reports_errors
 def main(**options: Any) -> None:
     """Time a Talker step."""
+    if options["json_file"] is not None:
+        check_file(options["json_file"])
     spec = replace(spec_of(options["size"], 0.0), text_hidden=32, text_vocab=512, codec=SyntheticSpec.tiny().codec)
     with built(spec, ("talker",), BuildOptions()) as engines:
         rows = measure(engines / "talker", options)

@@ -210,6 +210,13 @@ def test_a_wav_is_piped_and_nothing_else(engines: Path, work: Path) -> None:
     assert [path.name for path in work.iterdir()] == ["out.json"]
 
 
+def test_a_seed_that_was_drawn_is_told_where_no_response_is(engines: Path, work: Path) -> None:
+    drawn = piped(engines, "Hello.", "-o", "-")
+    seed = re.fullmatch(rb"seed: (\d+)\n", drawn.stderr)
+    assert seed is not None
+    assert piped(engines, "Hello.", "-o", "-", "--seed", seed[1].decode()).stdout == drawn.stdout
+
+
 def test_a_wav_goes_where_it_is_told_to(engines: Path, work: Path) -> None:
     result = speak(engines, "Hello.", "--seed", "1", "-o", "made/hello.wav")
     response = json.loads(result.stdout)["responses"][0]

@@ -266,6 +266,8 @@ def tts(**options: Any) -> None:
         printed = printed | {"profile": profile}
     if printed and options["wav_file"] != outputs.STDOUT:
         print_json(printed)
+    elif printed and options["seed"] is None:
+        click.echo(f"seed: {responses[0]['sampling']['seed']}", err=True)
     if any(_is_failure(response, strict=options["strict"]) for response in responses):
         raise SystemExit(EXIT_FAILED_REQUEST)
 
