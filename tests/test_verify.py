@@ -22,15 +22,8 @@ from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.sampling import PhiloxNoise, Use
-from trt_cpspec.verify import (
-    VerifyOptions,
-    chi_square_tail,
-    compare_with_graph,
-    detectable_variation,
-    format_report,
-    uniformity,
-    verify,
-)
+from trt_cpspec.uniformity import MIN_SAMPLE, chi_square_tail, detectable_variation, uniformity
+from trt_cpspec.verify import VerifyOptions, compare_with_graph, format_report, verify
 
 Patch = pytest.MonkeyPatch
 FEW = VerifyOptions(frames=12)
@@ -62,12 +55,12 @@ def test_a_correct_engine_passes(seed: int, predictor: CodePredictor) -> None:
 
 
 def test_the_law_check_alone_passes_a_correct_engine_and_judges_every_depth(predictor: CodePredictor) -> None:
-    report = run(predictor, VerifyOptions(frames=verify_module.MIN_SAMPLE, windows=(3,)))
+    report = run(predictor, VerifyOptions(frames=MIN_SAMPLE, windows=(3,)))
     depths = [test for name, test in report["law"].items() if name.startswith("depth ")]
     assert len(depths) == 15
     assert all(test["judged"] for test in depths)
     assert min(test["p_value"] for test in report["law"].values()) > 1e-4
-    assert report["law"]["all depths"]["sample"] == 15 * verify_module.MIN_SAMPLE
+    assert report["law"]["all depths"]["sample"] == 15 * MIN_SAMPLE
 
 
 # ---- planted errors -------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ that moving the logits by twice that error turns round is reported as rounding, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -40,30 +39,19 @@ from .errors import ConfigError, EngineError
 from .frame import FrameResult
 from .oracle import KNOWN_ERRORS, Decision, Draws, Sampler, autoregressive_states, bounds, cells, decisions, is_rounding
 from .predictor import CodePredictor
+from .uniformity import FALSE_ALARM, POWER, needed_noncentrality, uniformity
 
 Float32 = NDArray[np.float32]
 Progress = Callable[[int], None]
 
-FALSE_ALARM = 1e-6
-"""Chance that a correct engine fails the law check, over all its tests and for a seed drawn at random."""
-
-POWER = 0.999
-"""Chance that an error of the stated total variation is found."""
-
 NEEDED_VARIATION = 0.05
 """Total variation for which the report says how many frames it takes."""
-
-CELLS = 17
-"""Cells of a chi-square test: 16 degrees of freedom, whose tail is a finite sum."""
-
-MIN_SAMPLE = 20 * CELLS
-"""Values below which a chi-square test is not judged: its tail would not be that of chi-square."""
 
 LOGIT_FLOOR = 1e-4
 """Least logit error that is assumed: the float32 arithmetic of the sampling kernels."""
 
 LOGIT_LIMIT = 0.5
-"""Most that a pass's shape may change a logit and still be rounding; FP16 engines are near 0.02, BF16 below 0.3."""
+"""Most that a pass's shape may change a logit and still be rounding: a factor of 1.6 on a probability."""
 
 GRAPH_TOLERANCE = 0.05
 """Of the largest magnitude of a frame's hidden states: FP16 plans are within 0.01 of their graph."""
@@ -480,7 +468,7 @@ class _Run:
 
     def _frames_needed(self, threshold: float) -> dict[str, Any]:
         """Return how many frames find a total variation of 0.05, over all depths and at each of them."""
-        sample = _needed_noncentrality(threshold) / (4 * NEEDED_VARIATION**2)
+        sample = needed_noncentrality(threshold) / (4 * NEEDED_VARIATION**2)
         depths = self._predictor.num_code_groups - 1
         return {
             "variation": NEEDED_VARIATION,
@@ -564,84 +552,6 @@ def _gap(logits: NDArray[np.floating]) -> float:
 def _by_number(name: str) -> tuple[str, int]:
     head, _, tail = name.rpartition(" ")
     return (head, int(tail)) if tail.isdigit() else (name, 0)
-
-
-# ---- chi-square -----------------------------------------------------------------------------------------------------
-
-
-def uniformity(values: NDArray[np.float64], *, shift: float = 0.0, threshold: float = FALSE_ALARM) -> dict[str, Any]:
-    """Test numbers that should be uniform in (0, 1).
-
-    Parameters
-    ----------
-    values : ndarray, shape [n]
-    shift : float
-        Relative change of a probability that is allowed for, as a noncentrality of ``n * shift**2``.
-    threshold : float
-        Of the p-value.
-
-    Returns
-    -------
-    dict
-        ``sample``, ``chi_square`` (16 degrees of freedom), ``p_value``, ``threshold``, ``judged``; ``total_variation``
-        of the cells' shares from equal ones, ``noise``, what that is on average when the law is kept, and
-        ``detectable``, the total variation that is found with a chance of ``POWER``.
-    """
-    count = len(values)
-    observed = np.bincount(np.minimum((values * CELLS).astype(int), CELLS - 1), minlength=CELLS)
-    expected = count / CELLS
-    statistic = float(((observed - expected) ** 2).sum() / expected)
-    noise = math.sqrt(CELLS * (1 - 1 / CELLS) / (2 * math.pi * count))
-    return {
-        "sample": count,
-        "total_variation": float(np.abs(observed / count - 1 / CELLS).sum() / 2),
-        "noise": noise,
-        "chi_square": statistic,
-        "p_value": chi_square_tail(statistic, count * shift**2),
-        "threshold": threshold,
-        "judged": count >= MIN_SAMPLE,
-        "detectable": detectable_variation(count, threshold, shift=shift),
-    }
-
-
-def chi_square_tail(statistic: float, noncentrality: float = 0.0) -> float:
-    """Return the chance that chi-square with 16 degrees of freedom exceeds a value."""
-    if statistic <= 0:
-        return 1.0
-    half, shift, first = statistic / 2, noncentrality / 2, (CELLS - 1) // 2
-    # A Poisson mixture of central ones, each with two degrees of freedom more; the tail of each is a Poisson sum too.
-    # In logarithms, for both run far over the range of a float64.
-    steps = int(shift + 12 * math.sqrt(shift) + 40)
-    counts = np.arange(first + steps)
-    factorials = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
-    tails = np.cumsum(np.exp(counts * math.log(half) - half - factorials))[first - 1 :]
-    if shift == 0:
-        return min(float(tails[0]), 1.0)
-    weights = np.exp(counts[:steps] * math.log(shift) - shift - factorials[:steps])
-    return min(float(weights @ tails[:steps]), 1.0)
-
-
-def detectable_variation(count: int, threshold: float, *, shift: float = 0.0) -> float:
-    """Return the total variation over the cells that ``count`` values find with a chance of ``POWER``.
-
-    A total variation d is a noncentrality of at least ``4 * count * d**2``, whatever its shape.
-    """
-    return min(math.sqrt(_needed_noncentrality(threshold, count * shift**2) / (4 * count)), 1.0)
-
-
-@functools.lru_cache(maxsize=256)
-def _needed_noncentrality(threshold: float, allowed: float = 0.0) -> float:
-    """Return the noncentrality that exceeds the critical value of a threshold with a chance of ``POWER``."""
-    critical = _bisected(lambda value: chi_square_tail(value, allowed) < threshold, 0.0, 1000.0 + 4 * allowed)
-    return _bisected(lambda value: chi_square_tail(critical, value) > POWER, 0.0, 700.0 + 4 * allowed)
-
-
-def _bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return where a monotone condition begins to hold."""
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
