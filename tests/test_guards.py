@@ -20,7 +20,7 @@ import soundfile
 from click.testing import CliRunner, Result
 from trt_cpspec.builder.cli import main
 
-from trt_cpspec import guards, outputs
+from trt_cpspec import outputs
 from trt_cpspec.cli import tts
 from trt_cpspec.codec import Code2Wav
 from trt_cpspec.errors import ConfigError, EngineError
@@ -157,14 +157,14 @@ def test_no_frames_are_warned_of() -> None:
     assert speech_warnings(codes_of([]).reshape(0, 16), noise(0), RATE) == ("the speech ended before its first frame",)
 
 
-def test_warnings_reach_the_response_and_standard_error(engines: Path, work: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(guards, "REPEAT_SECONDS", 0.0)
+def test_warnings_reach_the_response_and_standard_error(engines: Path, work: Path) -> None:
     command = [sys.executable, "-c", "import sys, trt_cpspec.guards as g; g.REPEAT_SECONDS = 0.0\n"
                "from trt_cpspec.cli import tts; tts(sys.argv[1:])", str(engines), "Hi.", "--seed", "1"]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     (warning,) = json.loads(result.stdout)["responses"][0]["warnings"]
     assert "the first codes repeat" in warning
-    assert result.stderr == f"WARNING: requests[0]: {warning}\n"
+    assert (result.returncode, result.stderr) == (0, f"WARNING: requests[0]: {warning}\n")
+    assert subprocess.run([*command, "--strict"], capture_output=True, timeout=60, check=False).returncode == 1
 
 
 # ---- what is never written ------------------------------------------------------------------------------------------
@@ -190,6 +190,12 @@ def test_a_codec_that_gives_a_constant_fails_the_request(
     assert (result.exit_code, response["output_text"]) == (1, "FAILED")
     assert "constant" in response["error"]
     assert [path for path in work.rglob("*") if path.is_file()] == []
+
+
+def test_a_constant_waveform_is_no_speech_in_python_either(lively: Qwen3TTS, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Code2Wav, "decode", lambda self, codes: np.zeros(1920 * len(codes), np.float32))
+    with pytest.raises(EngineError, match="constant"):
+        lively.synthesize("Hi.", seed=1, max_audio_length=2)
 
 
 # ---- a wav on standard output ---------------------------------------------------------------------------------------

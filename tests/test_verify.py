@@ -336,6 +336,14 @@ def test_an_engine_that_cannot_verify_says_why(predictor: CodePredictor, monkeyp
         verify(narrow, random_contexts(narrow), VerifyOptions(windows=(5,)))
 
 
+def test_an_engine_of_one_row_has_no_rows_to_compare(predictor: CodePredictor) -> None:
+    spec = replace(predictor.spec, limits=replace(predictor.spec.limits, max_batch_size=1))
+    single = CodePredictor(spec, predictor._session, predictor._tables, predictor._code0_embedding)
+    report = verify(single, random_contexts(single), VerifyOptions(frames=3))
+    assert (report["verdict"], report["rows"]["compared"]) == ("pass", 0)
+    assert "rows      not compared: the engine takes one row" in format_report(report)
+
+
 @pytest.mark.parametrize("options", [{"frames": 0}, {"seed": -1}])
 def test_impossible_options_are_named(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
