@@ -23,6 +23,7 @@ import click
 from synthetic_engine import spec_of
 from trt_cpspec.builder.synthetic import DecoderSize, OmniSpec, SyntheticSpec, write_checkpoint
 
+from trt_cpspec.cli import reports_errors
 from trt_cpspec.tensorfile import TensorFile
 
 GIB = 2**30
@@ -44,6 +45,7 @@ GIB = 2**30
     type=click.Path(path_type=Path),
     help="Where the checkpoint and the engines may lie for a while.",
 )
+@reports_errors
 def main(size: str, layers: int | None, dtype: str, precision: str, work_dir: Path | None) -> None:
     """Generate a checkpoint, build it, and compare the peak memory with the promise."""
     folder = Path(tempfile.mkdtemp(dir=work_dir))

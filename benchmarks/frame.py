@@ -28,7 +28,9 @@ from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.engine import choose_backend
 
 from trt_cpspec import __version__
+from trt_cpspec.cli import reports_errors
 from trt_cpspec.frame import CpSpecStats
+from trt_cpspec.outputs import check_file
 from trt_cpspec.predictor import CodePredictor
 
 SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b7"}
@@ -53,8 +55,11 @@ SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@reports_errors
 def main(**options: Any) -> None:
     """Time one audio frame of the CodePredictor."""
+    if options["json_file"] is not None:
+        check_file(options["json_file"])
     if (options["engine_dir"] is None) == (options["size"] is None):
         raise click.UsageError("give either --engineDir or --size")
     if options["size"] and not options["random_weights"]:

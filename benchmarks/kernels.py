@@ -285,6 +285,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the JSON; it is printed in any case")
     parser.add_argument("--commit", help="what the figures were measured on")
     arguments = parser.parse_args()
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
     gpu = Gpu(SIZES)
     report = {
         "environment": environment(gpu, arguments.commit),

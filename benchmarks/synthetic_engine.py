@@ -1,4 +1,8 @@
-"""Engines of a generated checkpoint, for benchmarks that need sizes and not voices."""
+"""Engines of a generated checkpoint, for benchmarks that need sizes and not voices.
+
+python benchmarks/synthetic_engine.py 0b6 ENG --random-weights
+cpspec bench ENG
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import click
 from trt_cpspec.builder.build import ONNX_RUNTIME, BuildOptions
-from trt_cpspec.builder.engine import Backend
+from trt_cpspec.builder.engine import Backend, choose_backend
 from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import TtsBuild
+
+from trt_cpspec.cli import reports_errors
+
+SIZES = ("tiny", "demo", "0b6", "1b7")
 
 
 def spec_of(size: str, agreement: float) -> SyntheticSpec:
@@ -48,3 +57,30 @@ def built(
                     build.build_plan(name, lambda phase, done: None)
             build.commit()
         yield engines
+
+
+@click.command()
+@click.argument("size", type=click.Choice(SIZES))
+@click.argument("engine_dir", type=click.Path(path_type=Path))
+@click.option("--random-weights", is_flag=True, required=True, help="Says aloud that the weights are random.")
+@click.option(
+    "--agreement", type=click.FloatRange(0, 1), default=0.75, show_default=True, help="Of drafts and targets."
+)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
+@click.option("--backend", default="onnxruntime", show_default=True)
+@reports_errors
+def main(size: str, engine_dir: Path, agreement: float, precision: str, backend: str, **_: bool) -> None:
+    """Build the engines of a generated checkpoint of a SIZE in ENGINE_DIR."""
+    chosen, options = choose_backend(backend), BuildOptions(precision=precision)
+    with tempfile.TemporaryDirectory(dir=engine_dir.parent) as folder:
+        write_checkpoint(Path(folder) / "checkpoint", spec_of(size, agreement))
+        with TtsBuild(Path(folder) / "checkpoint", engine_dir, options, backend=chosen) as build:
+            for name, _steps, write in build.components:
+                write()
+                if chosen.binding is not None:
+                    build.build_plan(name, lambda phase, done: None)
+            build.commit()
+
+
+if __name__ == "__main__":
+    main()

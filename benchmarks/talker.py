@@ -22,7 +22,9 @@ from synthetic_engine import built, spec_of
 from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.synthetic import SyntheticSpec
 
+from trt_cpspec.cli import reports_errors
 from trt_cpspec.config import Section, TalkerSpec
+from trt_cpspec.outputs import check_file
 from trt_cpspec.session import DecoderSession
 
 
@@ -34,8 +36,11 @@ from trt_cpspec.session import DecoderSession
 @click.option("--steps", type=click.IntRange(min=2), default=15, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1))
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@reports_errors
 def main(**options: Any) -> None:
     """Time a Talker step."""
+    if options["json_file"] is not None:
+        check_file(options["json_file"])
     spec = replace(spec_of(options["size"], 0.0), text_hidden=32, text_vocab=512, codec=SyntheticSpec.tiny().codec)
     with built(spec, ("talker",), BuildOptions()) as engines:
         rows = measure(engines / "talker", options)

@@ -153,7 +153,9 @@ class EngineBuild(ABC):
             for component in self.folders:
                 (self._staging / component).mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(f"the engine folder {self.engine_dir} cannot be written: {error}") from error
+            raise ConfigError(
+                f"the engine folder {self.engine_dir} cannot be written: {error.strerror or error}"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,9 +12,20 @@ from typing import Any
 import click
 
 from trt_cpspec import __version__
-from trt_cpspec.cli import SEED, PathOption, inspect, llm, progress_bar, reports_errors, set_up_logging, tts
+from trt_cpspec.cli import (
+    SEED,
+    PathOption,
+    inspect,
+    llm,
+    progress_bar,
+    reports_errors,
+    set_up_logging,
+    tts,
+    verify_size_option,
+)
 from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.measure_cli import bench, verify
 
 from .build import BuildOptions
 from .checkpoint import MODEL_TYPE, read_config
@@ -144,6 +155,10 @@ def build(
         ):
             if given:
                 raise ConfigError(f"{name} builds from graphs and --checkpointDir from a checkpoint: give one of them")
+        if engine_dir.resolve() == checkpoint_dir.resolve():
+            raise ConfigError(
+                f"--engineDir {engine_dir} is the checkpoint itself, and engines are not written into it: name another"
+            )
         backend = _chosen(backend_name)
         _check_plan_options(engine, backend)
         precision = precision or ("fp32" if backend.binding is None else "fp16")
@@ -252,8 +267,9 @@ def _reporting(label: str) -> Iterator[Report]:
     "--cpSpecVerifySize",
     "verify_size",
     metavar="N",
-    type=click.IntRange(2, MAX_VERIFY_SIZE),
-    default=3,
+    type=str,
+    callback=verify_size_option(auto=False),
+    default="3",
     show_default=True,
     help=f"Positions that one CodePredictor pass verifies, 2 to {MAX_VERIFY_SIZE}; compared with none.",
 )
@@ -264,6 +280,8 @@ def demo(output_dir: Path, text: str, seed: int, verify_size: int) -> None:
     Generates a small checkpoint (or takes that of an earlier demo), builds its engines, and speaks a text without and
     with speculation. The weights are random, so the sound is noise; codes, passes and acceptance are real.
     """
+    if verify_size == 0:
+        raise ConfigError(f"--cpSpecVerifySize 0 is what the demo compares with: give 2 to {MAX_VERIFY_SIZE}")
     click.echo(run_demo(output_dir, text=text, seed=seed, verify_size=verify_size))
 
 
@@ -278,6 +296,8 @@ main.add_command(tts, "tts")
 main.add_command(llm, "llm")
 main.add_command(demo)
 main.add_command(inspect)
+main.add_command(verify)
+main.add_command(bench)
 
 
 if __name__ == "__main__":

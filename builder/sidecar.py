@@ -229,7 +229,7 @@ def _written_aside(path: Path, content: Any) -> Path:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX)
     except OSError as error:
-        raise EngineError(f"{path.parent} cannot be written: {error}") from error
+        raise EngineError(f"{path.parent} cannot be written: {error.strerror or error}") from error
     partial = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:

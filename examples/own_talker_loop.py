@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_cpspec import CodePredictor
+from trt_cpspec import CodePredictor, CpSpecError
 
 FRAMES = 20
 SEED = 42
@@ -45,11 +45,19 @@ def decode(predictor: CodePredictor, verify_size: int) -> tuple[NDArray[np.int32
     return np.stack(frames), passes / FRAMES
 
 
+def main(engines: Path) -> None:
+    predictor = CodePredictor.from_engine_dir(engines / "code_predictor")
+    codes, passes = decode(predictor, 0)
+    speculative_codes, speculative_passes = decode(predictor, 3)
+    print(f"N=0: {passes:.2f} passes a frame")
+    print(f"N=3: {speculative_passes:.2f} passes a frame")
+    print(f"codes identical: {'yes' if np.array_equal(codes, speculative_codes) else 'no'}")
+
+
 if len(sys.argv) != 2:
     sys.exit(__doc__)
-predictor = CodePredictor.from_engine_dir(Path(sys.argv[1]) / "code_predictor")
-codes, passes = decode(predictor, 0)
-speculative_codes, speculative_passes = decode(predictor, 3)
-print(f"N=0: {passes:.2f} passes a frame")
-print(f"N=3: {speculative_passes:.2f} passes a frame")
-print(f"codes identical: {'yes' if np.array_equal(codes, speculative_codes) else 'no'}")
+try:
+    main(Path(sys.argv[1]))
+except CpSpecError as error:  # a path or an engine that cannot be used; anything else is a bug
+    print(f"Error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -5,10 +5,11 @@ Then: python speak.py ENG "Hello there." --speaker vivian
 """
 
 import argparse
+import sys
 
 import soundfile
 
-from trt_cpspec import Qwen3TTS
+from trt_cpspec import CpSpecError, Qwen3TTS
 
 parser = argparse.ArgumentParser(description="Speak a text.")
 parser.add_argument("engines", help="the folder that cpspec-build wrote")
@@ -19,9 +20,13 @@ parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--output", default="speech.wav")
 args = parser.parse_args()
 
-tts = Qwen3TTS.from_engine_dir(args.engines)
-speech = tts.synthesize(args.text, speaker=args.speaker, language=args.language, verify_size=3, seed=args.seed)
-soundfile.write(args.output, speech.waveform, speech.sample_rate, subtype="PCM_16")
+try:
+    tts = Qwen3TTS.from_engine_dir(args.engines)
+    speech = tts.synthesize(args.text, speaker=args.speaker, language=args.language, verify_size=3, seed=args.seed)
+    soundfile.write(args.output, speech.waveform, speech.sample_rate, subtype="PCM_16")
+except (CpSpecError, soundfile.LibsndfileError) as error:  # what was given cannot be used; anything else is a bug
+    print(f"Error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 stats = speech.stats
 print(f"{args.output}: {speech.duration_ms / 1000:.2f} s, {stats.frames} frames, ended by {speech.finish_reason}")

@@ -262,6 +262,14 @@ def lively(synthetic: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
+def demo_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engines of ``cpspec demo``."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_checkpoint(folder / "checkpoint", SyntheticSpec.demo())
+    return build_engine(folder / "checkpoint", folder / "engines")
+
+
+@pytest.fixture(scope="session")
 def overwrite() -> Callable[..., None]:
     """``overwrite(path, tensor, value)`` fills a tensor of a safetensors file, or one ``place`` of it, with a value."""
 

@@ -119,8 +119,13 @@ def test_a_demo_that_is_interrupted_can_be_run_again(tmp_path: Path, monkeypatch
     [
         (("--text", " "), "holds nothing visible"),
         (("--outputDir", "file/x"), "cannot be written"),
-        (("--cpSpecVerifySize", "1"), "2<=x<=8"),
-        (("--cpSpecVerifySize", "9"), "2<=x<=8"),
+        (
+            ("--cpSpecVerifySize", "1"),
+            "a verify size of 1 is not possible: give 0 to switch speculation off, or 2 to 8",
+        ),
+        (("--cpSpecVerifySize", "9"), "a verify size of 9 is not possible"),
+        (("--cpSpecVerifySize", "0"), "0 is what the demo compares with: give 2 to 8"),
+        (("--cpSpecVerifySize", "auto"), "'auto' is no number"),
         (("--seed", "-1"), "--seed"),
     ],
 )

@@ -75,5 +75,32 @@ def test_answer(omni: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(wave, reply.speech.waveform, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("examples/speak.py", "nowhere", "Hello."),
+        ("examples/speak.py", "ENG", "Hello.", "--output", "nowhere/x.wav"),
+        ("examples/speak.py", "ENG", "Hello.", "--speaker", "vivan"),
+        ("examples/own_talker_loop.py", "nowhere"),
+        ("benchmarks/frame.py", "--engineDir", "nowhere"),
+        ("benchmarks/frame.py", "--engineDir", "ENG", "--json", "file/nowhere.json"),
+        ("benchmarks/talker.py", "--random-weights", "--json", "file/nowhere.json"),
+        ("benchmarks/build_memory.py", "--workDir", "nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistyped_path_is_an_error_and_no_traceback(command: tuple[str, ...], engines: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    script, *args = [str(engines) if word == "ENG" else word for word in command]
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES.parent / script), *args],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.stderr
+    assert re.search("nowhere|vivian|the folder file cannot be written", result.stderr)
+
+
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"speak.py", "answer.py", "own_talker_loop.py"}

@@ -20,11 +20,13 @@ from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec.config import SamplingParams
+from trt_cpspec.contexts import random_contexts
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import EngineError, NumericsError
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
+from trt_cpspec.verify import VerifyOptions, format_report, verify
 
 pytestmark = pytest.mark.gpu
 logger = logging.getLogger(__name__)
@@ -316,3 +318,20 @@ def test_conversations_in_a_batch_equal_each_alone(plans: Callable[[str, str], P
         alone = model.respond(text, **options)
         assert alone.token_ids == reply.token_ids
         np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)
+
+
+def test_verify_passes_and_finds_seeds_by_the_slot(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frame on the device keeps the law, and its plan computes what its graph does."""
+    predictor = model.tts.predictor
+    contexts, options = random_contexts(predictor, 16), VerifyOptions(frames=24)
+    report = verify(predictor, contexts, options)
+    logger.info(format_report(report))
+    assert (report["verdict"], report["errors"]) == ("pass", [])
+    real = CodePredictor.decode_frame
+
+    def decode_frame(self: CodePredictor, *args: Any, seeds: Any, **kwargs: Any) -> Any:
+        shifted = [seed + slot for slot, seed in enumerate(seeds)]
+        return real(self, *args, seeds=shifted, **kwargs)
+
+    monkeypatch.setattr(CodePredictor, "decode_frame", decode_frame)
+    assert any(error.startswith("rows: ") for error in verify(predictor, contexts, options)["errors"])

@@ -130,7 +130,8 @@ def test_a_folder_of_edge_llm(tmp_path: Path) -> None:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "llm.engine").touch()
-    (entry,), text = inspect(tmp_path)
+    (entry, *missing), text = inspect(tmp_path)
+    assert [other["folder"] for other in missing] == ["talker", "code2wav"]
     assert (entry["kind"], entry["files"], entry["verify"]["can_verify"]) == ("code predictor", ["llm.engine"], False)
     assert "max_verify_size" in entry["verify"]["reason"]
     assert "neither model.onnx nor a plan that config.json describes" in entry["verify"]["reason"]
@@ -172,7 +173,11 @@ def test_a_checkpoint_is_no_engine() -> None:
 def test_a_build_that_is_under_way_is_not_shown(engines: Path, tmp_path: Path) -> None:
     shutil.copytree(engines / "talker", tmp_path / "talker")
     shutil.copytree(engines / "code2wav", tmp_path / ".partial" / "code2wav")
-    assert [entry["folder"] for entry in inspect(tmp_path)[0]] == ["talker"]
+    entries, text = inspect(tmp_path)
+    assert {entry["folder"]: entry["kind"].split(":")[0] for entry in entries} == {
+        "talker": "talker", "code_predictor": "missing", "code2wav": "missing",
+    }  # fmt: skip
+    assert "\n\ncode2wav: missing: speech needs it; build it with cpspec-build\n" in text
 
 
 @pytest.mark.parametrize(

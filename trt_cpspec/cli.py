@@ -6,7 +6,8 @@ import errno
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from . import outputs
-from .config import MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
-from .errors import ConfigError, CpSpecError
+from .config import AUTO, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
+from .errors import ConfigError, CpSpecError, EngineError
 from .inspection import describe_engine_dir, format_description
 from .requests import ChatRequest, Request, RequestFile, make_chat, read_chat_file, read_request_file
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # ONNX Runtime is loaded when the input is known to be good
     from .omni import Qwen3Omni
     from .pipeline import Qwen3TTS
 
@@ -75,11 +76,20 @@ def refused(name: str, sentence: str, *, is_flag: bool = False) -> Callable[[F],
     )
 
 
-def _verify_size(context: click.Context, parameter: click.Parameter, value: int) -> int:
-    try:
-        return checked_verify_size(value)
-    except ConfigError as error:
-        raise click.BadParameter(str(error)) from error
+def verify_size_option(*, auto: bool) -> Callable[[click.Context, click.Parameter, str], int | str]:
+    """Return the callback of an option that takes a verify size; what is refused is told in the library's words."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: str) -> int | str:
+        if auto and value == AUTO:
+            return value
+        try:
+            return checked_verify_size(int(value))
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is no number{f', nor {AUTO!r}' if auto else ''}") from error
+        except ConfigError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return check
 
 
 def print_json(document: Any) -> None:
@@ -150,11 +160,12 @@ def run_options(files: str) -> Callable[[F], F]:
             "--cpSpecVerifySize",
             "verify_size",
             metavar="N",
-            type=int,
-            callback=_verify_size,
-            default=0,
+            type=str,
+            callback=verify_size_option(auto=True),
+            default="0",
             show_default=True,
-            help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass.",
+            help=f"0 is off; 2 to {MAX_VERIFY_SIZE} verifies that many positions in one CodePredictor pass; auto "
+            "measures at load and takes the fastest, or 0 where none pays.",
         ),
         click.option(
             "--cpSpecMode",
@@ -180,6 +191,14 @@ def run_options(files: str) -> Callable[[F], F]:
         click.option(
             "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]"
         ),
+        click.option(
+            "--timeLimit",
+            "time_limit",
+            metavar="SECONDS",
+            type=click.FloatRange(min=0, min_open=True),
+            help="A request that is not complete by then fails, and leaves no file.",
+        ),
+        click.option("--strict", is_flag=True, help="Exit with 1 also where speech has no end, or a warning."),
         click.option("--dumpOutput", "dump_output", is_flag=True, help="With --outputFile: print the responses too."),
         click.option(
             "--dumpProfile", "dump_profile", is_flag=True, help="Print the time of each stage, under 'profile'."
@@ -199,12 +218,13 @@ def run_options(files: str) -> Callable[[F], F]:
 
 
 @click.command("qwen3_tts_inference", context_settings={"help_option_names": ["--help", "-h"]})
+@click.argument("engine_dir", required=False, type=PathOption)
+@click.argument("spoken", metavar="[TEXT]", required=False)
 @click.option(
     "--talkerEngineDir",
     "talker_dir",
-    required=True,
     type=PathOption,
-    help="Folder of the Talker's engine; code_predictor is its sibling.",
+    help="Folder of the Talker's engine; code_predictor is its sibling. ENGINE_DIR in its place holds both.",
 )
 @click.option(
     "--code2wavEngineDir", "code2wav_dir", type=PathOption, help="Folder of the codec. [default: the sibling code2wav]"
@@ -223,6 +243,13 @@ def run_options(files: str) -> Callable[[F], F]:
 @click.option("--speaker", help="With --text: a speaker of the checkpoint.")
 @click.option("--language", help="With --text: a language, or auto.")
 @click.option("--instruct", help="With --text: how to speak it.")
+@click.option(
+    "-o",
+    "wav_file",
+    metavar="WAV",
+    type=PathOption,
+    help="The wav of a single text, without its codes. - is standard output, which then carries no JSON.",
+)
 @run_options("audio_req{N}.wav and rvq_req{N}.safetensors of request N")
 @refused("--cloneEncoderDir", "voice clone needs the clone encoders, which are not supported yet")
 @refused("--streaming", "audio is written when it is complete; streaming is not supported yet", is_flag=True)
@@ -233,33 +260,68 @@ def tts(**options: Any) -> None:
 
     \b
     For example:
+      ENG "Hello there." -o hello.wav
       --talkerEngineDir ENG/talker --text "Hello there." --cpSpecVerifySize 3
       --talkerEngineDir ENG/talker --inputFile input.json --outputFile output.json
 
-    Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
+    Standard output carries JSON only, or with -o - the wav. The exit code is 1 when a request failed, and 2 when the
+    input cannot be used.
     """
+    check_time = _time_check(options["time_limit"])
     set_up_logging(options["debug"])
+    _resolve_arguments(options)
     requests = _read_requests(options)
-    outputs.check_folder(options["audio_dir"])
+    _check_wav(options, requests)
     _check_files(options)
     model = _open_tts(options)
 
     def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
-        return outputs.write_response(options["audio_dir"], index, *parts)
+        return outputs.write_response(options["audio_dir"], index, *parts, wav=options["wav_file"])
 
-    _report(_run(model, requests, write, options), options)
+    _report(_run(model, requests, write, check_time, options), options)
+
+
+def _resolve_arguments(options: dict[str, Any]) -> None:
+    """Put the short form's ENGINE_DIR and TEXT where the options of the same meaning are."""
+    engine_dir, spoken = options.pop("engine_dir"), options.pop("spoken")
+    if (engine_dir is None) == (options["talker_dir"] is None):
+        raise ConfigError("give either ENGINE_DIR or --talkerEngineDir")
+    if spoken is not None and options["text"] is not None:
+        raise ConfigError("give the text once: as TEXT or with --text")
+    if engine_dir is not None:
+        options["talker_dir"] = engine_dir / "talker"
+    options["text"] = spoken if spoken is not None else options["text"]
+
+
+def _check_wav(options: dict[str, Any], requests: RequestFile[Request]) -> None:
+    """Refuse a place for wavs that cannot be written."""
+    wav = options["wav_file"]
+    if wav is None:
+        outputs.check_folder(options["audio_dir"])
+        return
+    if len(requests.requests) != 1:
+        raise ConfigError(f"-o takes the wav of one text, there are {len(requests.requests)}: use --outputAudioDir")
+    if wav != outputs.STDOUT:
+        if wav.suffix.lower() != ".wav":
+            raise ConfigError(f"-o {wav}: only wav is written, and the name must say so")
+        outputs.check_file(wav)
+    elif options["dump_output"] or options["dump_profile"]:
+        raise ConfigError("-o - leaves no room on standard output: use --outputFile and --profileOutputFile")
+    elif sys.stdout.isatty():
+        raise ConfigError("-o - would write a wav on the terminal: pipe it, or name a file")
 
 
 def _check_files(options: dict[str, Any]) -> None:
     """Refuse files that cannot be written, and one path for two of them."""
-    named = {name: options[name] for name in ("input_file", "output_file", "profile_file") if options[name] is not None}
-    for name in ("output_file", "profile_file"):
+    files = ("input_file", "output_file", "profile_file", "wav_file")
+    named = {name: options[name] for name in files if options.get(name) not in (None, outputs.STDOUT)}
+    for name in files[1:]:
         if name not in named:
             continue
         outputs.check_file(named[name])
         for other, path in named.items():
             if other != name and path.resolve() == named[name].resolve():
-                raise ConfigError(f"{path} is named twice: input, output and profile must be files of their own")
+                raise ConfigError(f"{path} is named twice: input, output, profile and wav must be files of their own")
 
 
 def _read_requests(options: dict[str, Any]) -> RequestFile[Request]:
@@ -291,6 +353,7 @@ def _run(
     model: Qwen3TTS | Qwen3Omni,
     requests: RequestFile[Any],
     write: Callable[..., dict[str, Any]],
+    check_time: Callable[[], None],
     options: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Check every request, then run them batch by batch; return responses and profile.
@@ -300,6 +363,36 @@ def _run(
     batch_size = options["batch_size"] or requests.batch_size
     if batch_size > model.max_batch_size:
         raise ConfigError(f"a batch size of {batch_size} exceeds the engine's max_batch_size {model.max_batch_size}")
+    prepared = _prepared(model, requests, options)
+    mode: Mode = options["mode"]
+    verify_size, auto = _chosen_verify_size(model, min(batch_size, len(prepared)), options)
+    window = model.window(verify_size)
+    responses: list[dict[str, Any]] = []
+    frames = 0
+    with progress_bar("speaking", len(prepared)) as update:
+
+        def count(added: int) -> None:
+            nonlocal frames
+            frames += added
+            update(0, f"{frames} frames")
+            check_time()
+
+        for start in range(0, len(prepared), batch_size):
+            batch = prepared[start : start + batch_size]
+            results = _run_batch(model, batch, check_time, window=window, mode=mode, progress=count)
+            for index, result in enumerate(results, start):
+                response = write(index, batch_size, requests.requests[index], prepared[index], result)
+                responses.append(response)
+                for warning in response["warnings"][len(prepared[index].warnings) :]:
+                    logger.warning("requests[%d]: %s", index, warning)
+                if response["output_text"] == outputs.FAILED:
+                    logger.error("requests[%d] failed: %s", index, response["error"])
+            update(len(batch), f"{frames} frames")
+    return responses, _profile(model.times.as_profile(), responses) | auto
+
+
+def _prepared(model: Qwen3TTS | Qwen3Omni, requests: RequestFile[Any], options: dict[str, Any]) -> list[Any]:
+    """Check every request; warnings are logged with the request's place."""
     prepared: list[Any] = []
     for index, request in enumerate(requests.requests):
         place = f"{options['input_file']}: requests[{index}]: " if options["input_file"] is not None else ""
@@ -309,35 +402,44 @@ def _run(
             raise ConfigError(f"{place}{error}") from error
         for warning in prepared[-1].warnings:
             logger.warning("%s%s", place, warning)
-    mode: Mode = options["mode"]
-    window = model.window(options["verify_size"])
-    responses: list[dict[str, Any]] = []
-    frames = 0
-    with progress_bar("speaking", len(prepared)) as update:
+    return prepared
 
-        def count(added: int) -> None:
-            nonlocal frames
-            frames += added
-            update(0, f"{frames} frames")
 
-        for start in range(0, len(prepared), batch_size):
-            batch = prepared[start : start + batch_size]
-            results = model.run_batch(batch, window=window, mode=mode, progress=count)
-            for index, result in enumerate(results, start):
-                response = write(index, batch_size, requests.requests[index], prepared[index], result)
-                responses.append(response)
-                if response["output_text"] == outputs.FAILED:
-                    logger.error("requests[%d] failed: %s", index, response["error"])
-                for warning in response["warnings"][len(prepared[index].warnings) :]:
-                    logger.warning("requests[%d]: %s", index, warning)
-            update(len(batch), f"{frames} frames")
-    return responses, _profile(model.times.as_profile(), responses)
+def _chosen_verify_size(model: Qwen3TTS | Qwen3Omni, batch: int, options: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the verify size, and under ``cp_spec_auto`` how it was measured where ``auto`` was given."""
+    if options["verify_size"] != AUTO:
+        return options["verify_size"], {}
+    choice = model.fastest_verify_size(options["mode"], batch=batch)
+    click.echo(f"--cpSpecVerifySize auto: {choice['reason']}", err=True)
+    return choice["verify_size"], {"cp_spec_auto": choice}
+
+
+def _time_check(limit: float | None) -> Callable[[], None]:
+    """Return what raises, in the engine's place, once the time from now on is up: rows that have ended are kept."""
+    started = time.monotonic()
+
+    def check() -> None:
+        if limit is not None and time.monotonic() - started > limit:
+            raise EngineError(f"the time limit of {limit:g} s was reached")
+
+    return check
+
+
+def _run_batch(
+    model: Qwen3TTS | Qwen3Omni, batch: Sequence[Any], check_time: Callable[[], None], **how: Any
+) -> Sequence[Any]:
+    try:
+        check_time()
+    except EngineError as error:
+        return [error] * len(batch)
+    return model.run_batch(batch, **how)
 
 
 def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[str, Any]) -> None:
     """Write and print what a run gave, and exit with 1 when a request failed."""
     responses, profile = outcome
     document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
+    document |= {key: profile[key] for key in ("cp_spec_auto",) if key in profile}
     try:
         if options["output_file"] is not None:
             outputs.write_json(options["output_file"], document)
@@ -349,10 +451,20 @@ def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[
     printed = document if options["output_file"] is None or options["dump_output"] else {}
     if options["dump_profile"]:
         printed = printed | {"profile": profile}
-    if printed:
+    if printed and options.get("wav_file") != outputs.STDOUT:
         print_json(printed)
-    if any(response["output_text"] == outputs.FAILED for response in responses):
+    elif printed and options["seed"] is None:
+        click.echo(f"seed: {responses[0]['sampling']['seed']}", err=True)
+    if any(_is_failure(response, strict=options["strict"]) for response in responses):
         raise SystemExit(EXIT_FAILED_REQUEST)
+
+
+def _is_failure(response: dict[str, Any], *, strict: bool) -> bool:
+    """Return whether a response makes the run fail; strictly, one whose speech has no end, or a warning, does."""
+    if response["output_text"] == outputs.FAILED:
+        return True
+    end = response.get("audio_finish_reason", response["finish_reason"]) if "cp_spec" in response else None
+    return strict and (end == "length" or bool(response["warnings"]))
 
 
 def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[str, Any]:
@@ -432,6 +544,7 @@ def llm(**options: Any) -> None:
 
     Standard output carries JSON only. The exit code is 1 when a request failed, and 2 when the input cannot be used.
     """
+    check_time = _time_check(options["time_limit"])
     set_up_logging(options["debug"])
     _check_audio_options(options)
     requests = _read_chats(options)
@@ -443,7 +556,7 @@ def llm(**options: Any) -> None:
     def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
         return outputs.write_reply(options["audio_dir"], divmod(index, batch_size), *parts)
 
-    _report(_run(model, requests, write, options), options)
+    _report(_run(model, requests, write, check_time, options), options)
 
 
 def _check_audio_options(options: dict[str, Any]) -> None:

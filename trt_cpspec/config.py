@@ -26,6 +26,14 @@ CODE_PREDICTOR_SUFFIX = "_code_predictor"
 
 Mode = Literal["rejection", "coupled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+AUTO: Literal["auto"] = "auto"
+"""In a verify size's place: the fastest of a short measurement."""
+
+TRIAL_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and then it rests for a while in the warm light of the evening."
+)
+"""What is spoken for a measurement where no text is given."""
+
 FinishReason = Literal["eos", "length"]
 
 

@@ -13,6 +13,8 @@ from .tensorfile import TensorFile
 _GRAPH = "model.onnx"
 _PLANS = ("llm.engine", "code2wav.engine")
 _HEADS = "lm_heads.safetensors"
+_TTS = ("talker", "code_predictor", "code2wav")
+_OMNI = ("thinker", "talker", "code_predictor", "multimodal/code2wav")
 _LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
 _CHECKPOINT = "a checkpoint, no engine; build it with cpspec-build"
 _KINDS = {"thinker": "thinker", "talker": "talker", "code2wav": "codec decoder"}
@@ -33,7 +35,35 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if not _is_hidden(path, engine_dir)]
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
-    return [_describe(folder, engine_dir) for folder in folders]
+    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+
+
+def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
+    """Return an entry for each component that is not there beside one of those that speak."""
+    beside = dict.fromkeys(_engine_root(folder) for folder in folders if folder.name in _TTS and folder != root)
+    within = [parent for parent in beside if parent == root or root in parent.parents]
+    absent = [path for parent in within for path in _places(parent, folders) if path not in folders]
+    return [
+        {
+            "folder": str(path.relative_to(root)),
+            "model": None,
+            "kind": "missing: speech needs it; build it with cpspec-build",
+            "precision": None,
+            "files": [],
+            "limits": {},
+        }
+        for path in absent
+    ]
+
+
+def _engine_root(component: Path) -> Path:
+    return component.parent.parent if component.parent.name == "multimodal" else component.parent
+
+
+def _places(root: Path, folders: list[Path]) -> list[Path]:
+    """Return where the components of an engine folder lie: a Qwen3-Omni is known by what only it has."""
+    is_omni = any(root / place in folders for place in _OMNI if place not in _TTS)
+    return [root / place for place in (_OMNI if is_omni else _TTS)]
 
 
 def check_component(folder: Path, name: str) -> None:
@@ -154,6 +184,8 @@ def format_description(description: list[dict[str, Any]]) -> str:
 
 
 def _format_one(entry: dict[str, Any]) -> str:
+    if entry["kind"].startswith("missing"):
+        return f"{entry['folder']}: {entry['kind']}"
     facts = {
         "model": entry["model"] or "not stated",
         "precision": entry["precision"] or "not stated",

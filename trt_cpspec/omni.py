@@ -12,7 +12,7 @@ import numpy as np
 
 from .chat import ChatTokenizer
 from .codec import Code2Wav
-from .config import FinishReason, Mode, SamplingParams, Window, checked_mode, checked_verify_size, with_overrides
+from .config import TRIAL_TEXT, FinishReason, Mode, SamplingParams, Window, checked_verify_size, with_overrides
 from .errors import ConfigError, CpSpecError
 from .frame import CpSpecStats
 from .inspection import check_component
@@ -21,10 +21,13 @@ from .pipeline import (
     Speech,
     SpeechModel,
     StageTimes,
+    Trial,
     Utterance,
+    VerifySize,
     resolve_max_frames,
     resolve_sampling,
     resolve_speaker,
+    run_all,
 )
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
@@ -177,7 +180,7 @@ class Qwen3Omni:
         self,
         conversations: Sequence[Conversation],
         *,
-        verify_size: int = 0,
+        verify_size: VerifySize = 0,
         mode: Mode = "rejection",
         progress: FrameProgress | None = None,
         **options: Any,
@@ -188,11 +191,12 @@ class Qwen3Omni:
         ----------
         conversations : sequence
             Each a list of messages (``role``: system, user or assistant; ``content``), or a text, which is a user's.
-        verify_size : int
-            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass of the CodePredictor.
+        verify_size : int or "auto"
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass of the CodePredictor; ``auto`` is
+            what :meth:`fastest_verify_size` finds.
         mode : {"rejection", "coupled"}
         progress : callable or None
-            Called with the number of frames that each step of a batch added.
+            Called with the number of frames that each step of a batch added: 0 for a step of the Thinker.
         **options
             Fields of :class:`~trt_cpspec.requests.ChatRequest`: ``speaker``, ``seed``, ``temperature``, ``top_k``,
             ``top_p``, ``max_generate_length`` (tokens), ``max_audio_length`` (frames), ``talker_temperature``, ...
@@ -207,15 +211,29 @@ class Qwen3Omni:
         if isinstance(conversations, str):
             raise ConfigError("give a list of conversations, or one to respond()")
         prepared = [self.prepare(_chat(conversation, options)) for conversation in conversations]
-        window, checked = self.window(verify_size), checked_mode(mode)
-        replies: list[Reply] = []
-        for start in range(0, len(prepared), self.max_batch_size):
-            batch = prepared[start : start + self.max_batch_size]
-            for result in self.run_batch(batch, window=window, mode=checked, progress=progress):
-                if isinstance(result, CpSpecError):
-                    raise result
-                replies.append(result)
-        return replies
+        return run_all(self, prepared, verify_size=verify_size, mode=mode, progress=progress)
+
+    def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
+        """Measure every window on a sentence that is spoken as an answer, and choose; without speech there is none.
+
+        The result is that of :meth:`SpeechModel.measure_verify_size`.
+        """
+        if self.voice is None:
+            return {"verify_size": 0, "frame_ms": {}, "reason": "speculation is off: nothing is spoken"}
+        return self.voice.measure_verify_size(self.saying(self.voice), mode, batch)
+
+    def saying(self, voice: SpeechModel, text: str = TRIAL_TEXT) -> Trial:
+        """Return what says a text as if it were an answer of the Thinker, for a measurement."""
+
+        def trial(seed: int, frames: int) -> Utterance:
+            chat = self.prepare(_chat("Hello.", {"seed": seed, "max_audio_length": frames}))
+            assert chat.voice is not None
+            assert chat.voice.speaker is not None
+            prompt = self._prompt(voice, chat.prompt_ids, self.tokenizer.encode(text), chat.voice.speaker)
+            assert prompt is not None  # the text holds a token
+            return replace(chat.voice, prompt=prompt)
+
+        return trial
 
     @property
     def max_batch_size(self) -> int:
@@ -252,7 +270,7 @@ class Qwen3Omni:
         seed = seed if seed is not None else secrets.randbits(32)
         voice = None
         if self.voice is not None:
-            voice = self._prepare_voice(self.voice, request, prompt_ids, seed, warnings)
+            voice = self._prepare_voice(self.voice, request, prompt_ids, max_tokens, seed, warnings)
         return PreparedChat(
             prompt=prompt,
             prompt_ids=prompt_ids,
@@ -290,7 +308,7 @@ class Qwen3Omni:
             Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
             for chat in batch
         ]
-        self.thinker.generate(answers, self.times.timed)
+        self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
         if self.voice is None:
             return [self._result(answer, None) for answer in answers]
         speeches = self._speak(self.voice, batch, answers, window, mode, progress)
@@ -343,20 +361,28 @@ class Qwen3Omni:
         return assemble_answer_prompt(voice.talker.spec, self.thinker.spec.roles, prompt_ids, answer_ids, speaker)
 
     def _prepare_voice(
-        self, voice: SpeechModel, request: ChatRequest, prompt_ids: Sequence[int], seed: int, warnings: list[str]
+        self,
+        voice: SpeechModel,
+        request: ChatRequest,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        seed: int,
+        warnings: list[str],
     ) -> Utterance:
         spec = voice.talker.spec
         speaker = resolve_speaker(spec, request.speaker)
         assert speaker is not None  # a Qwen3-Omni has speakers
         prompt = self._prompt(voice, prompt_ids, [spec.ids.tts_pad_token_id], speaker)
         assert prompt is not None  # it holds the token in the answer's place
-        rows = len(prompt.text_ids)
+        rows, asked = len(prompt.text_ids), request.max_audio_length
+        max_frames, if_cut = resolve_max_frames(
+            spec, rows, max_tokens, asked, warnings, shorten="shorten what was said"
+        )
         return Utterance(
             prompt=prompt,
             sampling=resolve_sampling(spec, request, seed),
-            max_frames=resolve_max_frames(
-                spec, rows, request.max_audio_length, warnings, shorten="shorten what was said"
-            ),
+            max_frames=max_frames,
+            if_cut=if_cut,
             speaker=speaker,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from safetensors.numpy import save
 
 from .chat import system_prompt
 from .errors import ConfigError, CpSpecError
+from .guards import check_waveform
 from .requests import ChatRequest, Request
 
 if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the input is known to be good
@@ -26,6 +28,9 @@ if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the i
 
 FAILED = "FAILED"
 """``output_text`` of a request that failed."""
+
+STDOUT = Path("-")
+"""Stands for standard output in place of a wav's path."""
 
 
 def check_folder(folder: Path) -> None:
@@ -41,7 +46,8 @@ def check_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be written: {error}") from error
+        # strerror: the rest names a temporary file that nobody asked for.
+        raise ConfigError(f"the folder {folder} cannot be written: {error.strerror or error}") from error
 
 
 def check_file(path: Path) -> None:
@@ -65,6 +71,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
+    except OSError as error:
+        if error.filename is not None and os.fspath(error.filename) == str(partial):
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -73,6 +83,12 @@ def write_json(path: Path, document: Any) -> None:
     """Write a JSON document."""
     with replacing(path) as partial:
         partial.write_bytes(json_bytes(document))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8."""
+    with replacing(path) as partial:
+        partial.write_bytes(text.encode())
 
 
 def json_bytes(document: Any) -> bytes:
@@ -90,6 +106,11 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
         In [-1, 1].
     sample_rate : int
         Hz.
+
+    Raises
+    ------
+    EngineError
+        The waveform is not finite, or constant; nothing is written.
     """
     with replacing(path) as partial:
         partial.write_bytes(wav_bytes(waveform, sample_rate))
@@ -97,6 +118,7 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
 
 def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
     """Return the bytes of a mono PCM16 wav (see :func:`write_wav`)."""
+    check_waveform(waveform)
     buffer = io.BytesIO()  # Python writes the file, so that a full disk is an OSError
     samples = np.rint(waveform * 32767).astype(np.int16)
     soundfile.write(buffer, samples, sample_rate, subtype="PCM_16", format="WAV")
@@ -104,7 +126,13 @@ def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
 
 
 def write_response(
-    folder: Path, index: int, request: Request, prepared: PreparedRequest, result: Speech | CpSpecError
+    folder: Path,
+    index: int,
+    request: Request,
+    prepared: PreparedRequest,
+    result: Speech | CpSpecError,
+    *,
+    wav: Path | None = None,
 ) -> dict[str, Any]:
     """Write the files of one request and return its response object.
 
@@ -118,19 +146,22 @@ def write_response(
     request : Request
     prepared : PreparedRequest
     result : Speech, or the error that ended the request
+    wav : Path or None
+        Receives the wav in place of the two files; ``STDOUT`` is standard output.
     """
+    audio, codes = (wav, None) if wav is not None else _files(folder, f"req{index}")
     return {
         "request_idx": index,
         "output_text": "",
         "messages": request.messages,
-        **_outcome(folder, f"req{index}", result),
+        **_outcome(audio, codes, result),
         "speaker": prepared.speaker,
         "language": prepared.language,
         "instruct": prepared.instruct,
         "non_streaming_mode": prepared.non_streaming_mode,
         "max_audio_length": prepared.max_frames,
         "sampling": prepared.sampling.as_dict(),
-        "warnings": list(prepared.warnings),
+        "warnings": list(prepared.warnings if isinstance(result, CpSpecError) else result.warnings),
     }
 
 
@@ -151,7 +182,7 @@ def write_reply(
     """
     voice = prepared.voice
     speech = result if isinstance(result, CpSpecError) else result.speech
-    sound = {} if speech is None else _outcome(folder, f"req{place[0]}_batch{place[1]}", speech)
+    sound = {} if speech is None else _outcome(*_files(folder, f"req{place[0]}_batch{place[1]}"), speech)
     if "finish_reason" in sound:
         sound["audio_finish_reason"] = sound.pop("finish_reason")
     text = {}
@@ -173,30 +204,43 @@ def write_reply(
     }
 
 
-def _outcome(folder: Path, name: str, result: Speech | CpSpecError) -> dict[str, Any]:
-    """Write ``audio_{name}.wav`` and ``rvq_{name}.safetensors``, or remove what an earlier run left of them."""
-    audio, codes = folder / f"audio_{name}.wav", folder / f"rvq_{name}.safetensors"
+def _files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return where wav and codes lie."""
+    return folder / f"audio_{name}.wav", folder / f"rvq_{name}.safetensors"
+
+
+def _outcome(audio: Path, codes: Path | None, result: Speech | CpSpecError) -> dict[str, Any]:
+    """Write the wav and, unless None, the codes; or remove what an earlier run left of them."""
     try:
         if isinstance(result, CpSpecError):
             raise result
         return _write_speech(audio, codes, result)
     except (CpSpecError, OSError) as error:
         for path in (audio, codes):
-            with suppress(OSError):
-                path.unlink()
+            if path is not None and path != STDOUT:
+                with suppress(OSError):
+                    path.unlink()
         return {"output_text": FAILED, "error": str(error)}
 
 
-def _write_speech(audio: Path, codes: Path, speech: Speech) -> dict[str, Any]:
-    with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
-        partial_audio.write_bytes(wav_bytes(speech.waveform, speech.sample_rate))
-        partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
+def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, Any]:
+    data = wav_bytes(speech.waveform, speech.sample_rate)
+    if audio == STDOUT:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    elif codes is None:
+        with replacing(audio) as partial_audio:
+            partial_audio.write_bytes(data)
+    else:
+        with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
+            partial_audio.write_bytes(data)
+            partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
     return {
         "audio_file": str(audio),
         "audio_samples": len(speech.waveform),
         "audio_sample_rate": speech.sample_rate,
         "audio_duration_ms": speech.duration_ms,
-        "rvq_file": str(codes),
+        **({"rvq_file": str(codes)} if codes is not None else {}),
         "finish_reason": speech.finish_reason,
         "cp_spec": speech.stats.as_dict(),
     }

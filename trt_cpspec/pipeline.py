@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codec import Code2Wav
 from .config import (
+    AUTO,
+    TRIAL_TEXT,
     FinishReason,
     Mode,
     SamplingParams,
@@ -25,6 +28,7 @@ from .config import (
 )
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
 from .frame import CpSpecStats
+from .guards import check_waveform, cut_warning, frame_limit, speech_warnings
 from .inspection import check_component
 from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
@@ -35,11 +39,12 @@ from .text import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_FRAMES = 4096
-"""Frames of a request that sets no ``max_audio_length``, where the engine has room for so many."""
-
 Float32 = NDArray[np.float32]
 FrameProgress = Callable[[int], None]
+VerifySize = int | Literal["auto"]
+P = TypeVar("P", contravariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ class Speech:
     speaker : str or None
     language : str
     warnings : tuple of str
-        What was asked and not done.
+        What was asked and not done, and what is suspicious of the speech (see :mod:`~trt_cpspec.guards`).
     """
 
     waveform: Float32
@@ -102,7 +107,10 @@ class Speech:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Utterance:
-    """Something to speak that is known to fit the engine."""
+    """Something to speak that is known to fit the engine.
+
+    ``if_cut`` is what to warn of where the end of speech does not come, None where the request set the length itself.
+    """
 
     prompt: Prompt
     sampling: ResolvedSampling
@@ -110,6 +118,11 @@ class Utterance:
     speaker: str | None
     language: str = "auto"
     warnings: tuple[str, ...] = ()
+    if_cut: str | None = None
+
+
+Trial = Callable[[int, int], Utterance]
+"""Makes something to speak for a measurement: of a seed, and of the most frames that it may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +163,7 @@ class StageTimes:
 class SpeechModel:
     """Talker, CodePredictor and codec: what speaks a prompt, be it a text's or a Thinker's answer's.
 
-    Not safe for use from several threads at once.
+    Batches of several threads are spoken one after the other.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav) -> None:
@@ -158,6 +171,8 @@ class SpeechModel:
         self.predictor = predictor
         self.codec = codec
         self.times = StageTimes()
+        self._busy = threading.Lock()
+        self._fastest: dict[tuple[Mode, int], dict[str, Any]] = {}
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
         if len(set(groups)) > 1 or max(codebooks) > codec.config.codebook_size:
@@ -176,6 +191,33 @@ class SpeechModel:
     def window(self, verify_size: int) -> Window:
         """Return the verification window of a requested size (see :meth:`CodePredictor.window`)."""
         return self.predictor.window(verify_size)
+
+    def measure_verify_size(self, trial: Trial, mode: Mode, batch: int) -> dict[str, Any]:
+        """Measure every window on a few frames of speech, once a mode and batch size, and choose.
+
+        Parameters
+        ----------
+        trial : callable
+            What is spoken.
+        mode : {"rejection", "coupled"}
+        batch : int
+            Rows of a frame.
+
+        Returns
+        -------
+        dict
+            ``verify_size``, 0 where speculation does not pay; ``frame_ms`` of each window; ``reason`` in words.
+        """
+        from .bench import choose_verify_size  # noqa: PLC0415  it measures what is defined here
+        from .contexts import spoken_contexts  # noqa: PLC0415
+
+        key = (checked_mode(mode), batch)
+        if key not in self._fastest:
+            contexts = spoken_contexts(self, trial, count=6)
+            params = self.talker.spec.defaults.subtalker
+            self._fastest[key] = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
+            logger.info("verify size: %s", self._fastest[key]["reason"])
+        return self._fastest[key]
 
     def run_batch(
         self,
@@ -200,7 +242,8 @@ class SpeechModel:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
         try:
-            self._generate(rows, window, mode, progress or (lambda frames: None))
+            with self._busy:
+                self._generate(rows, window, mode, progress or (lambda frames: None))
         except EngineError as error:  # nothing can be said of the rows that were still being spoken
             for row in rows:
                 if row.finish_reason is None and row.error is None:
@@ -285,6 +328,7 @@ class SpeechModel:
         started = time.perf_counter()
         try:
             waveform = self.codec.decode(codes)
+            check_waveform(waveform)
         except CpSpecError as error:
             return error
         self.times.timed("code2wav", started)
@@ -297,14 +341,20 @@ class SpeechModel:
             sampling=row.request.sampling,
             speaker=row.request.speaker,
             language=row.request.language,
-            warnings=row.request.warnings,
+            warnings=row.request.warnings
+            + speech_warnings(
+                codes,
+                waveform,
+                self.codec.sample_rate,
+                if_cut=row.request.if_cut if row.finish_reason == "length" else None,
+            ),
         )
 
 
 class Qwen3TTS(SpeechModel):
     """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Not safe for use from several threads at once.
+    Batches of several threads are spoken one after the other.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
@@ -366,7 +416,7 @@ class Qwen3TTS(SpeechModel):
         self,
         text: str | Sequence[str],
         *,
-        verify_size: int = 0,
+        verify_size: VerifySize = 0,
         mode: Mode = "rejection",
         progress: FrameProgress | None = None,
         **options: Any,
@@ -376,8 +426,9 @@ class Qwen3TTS(SpeechModel):
         Parameters
         ----------
         text : str or sequence of str
-        verify_size : int
-            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass.
+        verify_size : int or "auto"
+            0 decodes autoregressively; 2 to 8 verifies that many positions in a pass; ``auto`` is what
+            :meth:`fastest_verify_size` finds.
         mode : {"rejection", "coupled"}
         progress : callable or None
             Called with the number of frames that each step of a batch added.
@@ -396,18 +447,21 @@ class Qwen3TTS(SpeechModel):
         NumericsError, EngineError
             The model failed on a request.
         """
+        if not isinstance(text, (str, Sequence)):
+            raise ConfigError(f"text must be a string or a list of strings, it is {text!r:.80}")
         texts = [text] if isinstance(text, str) else list(text)
         requests = [make_request(item, options) for item in texts]
         prepared = [self.prepare(request) for request in requests]
-        window, checked = self.predictor.window(verify_size), checked_mode(mode)
-        speeches: list[Speech] = []
-        for start in range(0, len(prepared), self.max_batch_size):
-            batch = prepared[start : start + self.max_batch_size]
-            for result in self.run_batch(batch, window=window, mode=checked, progress=progress):
-                if isinstance(result, CpSpecError):
-                    raise result
-                speeches.append(result)
+        speeches = run_all(self, prepared, verify_size=verify_size, mode=mode, progress=progress)
         return speeches[0] if isinstance(text, str) else speeches
+
+    def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
+        """Measure every window, once a mode and batch size, and choose (see :meth:`measure_verify_size`)."""
+        return self.measure_verify_size(self.saying(), mode, batch)
+
+    def saying(self, text: str = TRIAL_TEXT) -> Trial:
+        """Return what says a text for a measurement."""
+        return lambda seed, frames: self.prepare(make_request(text, {"seed": seed, "max_audio_length": frames}))
 
     def prepare(self, request: Request, *, default_seed: int | None = None) -> PreparedRequest:
         """Check a request against the checkpoint and the engine, and fill in what it leaves open.
@@ -426,7 +480,7 @@ class Qwen3TTS(SpeechModel):
         spec = self.talker.spec
         warnings = list(request.warnings)
         speaker, language = resolve_speaker(spec, request.speaker), _resolve_language(spec, request.language)
-        self.tokenizer.text_ids(request.text)  # refuses what cannot be spoken
+        tokens = len(self.tokenizer.text_ids(request.text))  # refuses what cannot be spoken
         if request.instruct is not None:
             self.tokenizer.check_text(request.instruct, "instruct")
         instruct_ids = self._instruct_ids(request.instruct, warnings)
@@ -439,10 +493,12 @@ class Qwen3TTS(SpeechModel):
             language=language,
             non_streaming_mode=layout,
         )
+        max_frames, if_cut = resolve_max_frames(spec, len(prompt.text_ids), tokens, request.max_audio_length, warnings)
         return PreparedRequest(
             prompt=prompt,
             sampling=resolve_sampling(spec, request, default_seed),
-            max_frames=resolve_max_frames(spec, len(prompt.text_ids), request.max_audio_length, warnings),
+            max_frames=max_frames,
+            if_cut=if_cut,
             instruct=request.instruct if instruct_ids else None,
             non_streaming_mode=layout,
             speaker=speaker,
@@ -542,12 +598,16 @@ def resolve_sampling(spec: TalkerSpec, request: VoiceOptions, default_seed: int 
 def resolve_max_frames(
     spec: TalkerSpec,
     rows: int,
+    tokens: int,
     asked: int | None,
     warnings: list[str],
     *,
     shorten: str = "shorten the text, give non_streaming_mode false",
-) -> int:
-    """Return how many frames may be spoken behind a prefill of ``rows``; a warning says of a limit of the engine.
+) -> tuple[int, str | None]:
+    """Return how many frames may be spoken behind a prefill of ``rows``, and what to warn of where they are all used.
+
+    Without a length that was ``asked`` for, a text of so many ``tokens`` has its limit; nothing is said of speech that
+    reaches a length that was. A warning is added where the engine has no room for that.
 
     Raises
     ------
@@ -561,9 +621,56 @@ def resolve_max_frames(
             f"with a larger --maxInputLen"
         )
     room = limits.max_kv_cache_capacity - rows
-    if asked is not None and asked > room:
+    if asked is None:
+        return min(frame_limit(tokens), room), cut_warning(tokens, room)
+    if asked > room:
         warnings.append(
             f"max_audio_length {asked} is limited to {room} frames by the engine's max_kv_cache_capacity "
             f"{limits.max_kv_cache_capacity}"
         )
-    return min(asked if asked is not None else DEFAULT_MAX_FRAMES, room)
+    return min(asked, room), None
+
+
+class BatchModel(Protocol[P, R_co]):
+    """What runs prepared requests in batches: :class:`Qwen3TTS`, and :class:`~trt_cpspec.omni.Qwen3Omni`."""
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows that one batch may have."""
+        ...
+
+    def window(self, verify_size: int) -> Window:
+        """Return the verification window of a requested size."""
+        ...
+
+    def fastest_verify_size(self, mode: Mode, *, batch: int) -> dict[str, Any]:
+        """Measure and choose a verify size."""
+        ...
+
+    def run_batch(
+        self, batch: Sequence[P], *, window: Window, mode: Mode, progress: FrameProgress | None
+    ) -> Sequence[R_co | CpSpecError]:
+        """Run a batch; a request that fails is an exception in its place."""
+        ...
+
+
+def run_all(
+    model: BatchModel[P, R],
+    prepared: Sequence[P],
+    *,
+    verify_size: VerifySize,
+    mode: Mode,
+    progress: FrameProgress | None,
+) -> list[R]:
+    """Run prepared requests, as batches; the first that fails raises its error."""
+    checked, size = checked_mode(mode), model.max_batch_size
+    rows = max(1, min(size, len(prepared)))
+    chosen = model.fastest_verify_size(checked, batch=rows)["verify_size"] if verify_size == AUTO else verify_size
+    window = model.window(chosen)
+    results: list[R] = []
+    for start in range(0, len(prepared), size):
+        for result in model.run_batch(prepared[start : start + size], window=window, mode=checked, progress=progress):
+            if isinstance(result, CpSpecError):
+                raise result
+            results.append(result)
+    return results

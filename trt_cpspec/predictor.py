@@ -121,6 +121,19 @@ class CodePredictor:
         waited = frames.wait_seconds if frames is not None else 0.0
         return self._session.run_seconds + (heads.run_seconds if heads is not None else 0.0) + waited
 
+    def device_facts(self) -> dict[str, str]:
+        """Return what the passes run on, where that is a GPU; empty on the CPU."""
+        if not isinstance(self._session, TensorRTDecoderSession):
+            return {}
+        device, binding = self._session.device, self._session.plan.binding
+        driver = int(device.call("cuDriverGetVersion"))
+        return {
+            "device": device.name,
+            "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
+            "engine": f"{binding.__name__} {binding.__version__}",
+            "loop": "device" if self.frame_on_device else "host",
+        }
+
     @property
     def frame_on_device(self) -> bool:
         """Whether a frame is one launch on the GPU, and not a loop of the host."""

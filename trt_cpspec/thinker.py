@@ -127,7 +127,12 @@ class Thinker(SequenceBatch):
         logits: Float32 = self._head @ hidden
         return logits
 
-    def generate(self, answers: Sequence[Answer], timed: Timed = lambda stage, started: None) -> None:
+    def generate(
+        self,
+        answers: Sequence[Answer],
+        timed: Timed = lambda stage, started: None,
+        stepped: Callable[[], None] | None = None,
+    ) -> None:
         """Complete a batch of new answers. One that fails has its error; the others are not disturbed.
 
         Parameters
@@ -135,6 +140,8 @@ class Thinker(SequenceBatch):
         answers : sequence of Answer
         timed : callable
             Told of each stage that has run, with the time at which it began.
+        stepped : callable or None
+            Called behind each step; an EngineError of it fails the answers that were still going on.
         """
         live = list(answers)
         started = time.perf_counter()
@@ -148,6 +155,8 @@ class Thinker(SequenceBatch):
                     self.keep_rows(np.array(kept))
                 hidden = self.step(self.embed([answer.ids[-1] for answer in live]))
                 timed("thinker_generation", started)
+                if stepped is not None:
+                    stepped()
         except EngineError as error:  # nothing can be said of the answers that were still going on
             for answer in live:
                 if answer.goes_on:
