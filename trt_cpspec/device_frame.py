@@ -118,9 +118,9 @@ class DeviceFrames:
         EngineError
             It cannot be captured here: the driver is too old, or a kernel cannot be compiled.
         """
-        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
         key = (batch, window.max_drafts, mode)
         if key not in self._graphs:
+            self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
             self._graphs[key] = _FrameGraph(
                 self._session, self._tables, self._sizes, self._library, batch, window.max_drafts, mode
             )
@@ -134,7 +134,7 @@ class DeviceFrames:
         window: Window,
         mode: Mode,
     ) -> FrameResult:
-        """Decode one frame for every row of a batch.
+        """Decode one frame for every row of a batch, as it was prepared.
 
         Parameters
         ----------
@@ -149,7 +149,6 @@ class DeviceFrames:
         NumericsError
             The model gave logits that describe no law, in row ``error.row``.
         """
-        self.prepare(len(rows), window, mode)
         graph = self._graphs[len(rows), window.max_drafts, mode]
         graph.launch(talker_hidden, code0, rows)
         started = time.perf_counter()
@@ -239,14 +238,16 @@ class _FrameGraph:
 
     def result(self, window: Window) -> FrameResult:
         """Read what came back, after the stream has been waited for."""
-        errors = self._state.host["errors"]
-        if (errors != NO_ERROR).any():
-            row = int(np.argmin(errors))
-            raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
-        counts = self._state.host["rounds"].tolist()
-        history = self._state.host["history"].tolist()
-        rounds = [[Round(*entry) for entry in entries[:count]] for entries, count in zip(history, counts, strict=True)]
         host = self._state.host
+        errors = host["errors"].tolist()
+        if min(errors) != NO_ERROR:
+            row = errors.index(min(errors))
+            raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
+        history = host["history"]
+        rounds = [
+            [Round._make(entry) for entry in history[row, :count].tolist()]
+            for row, count in enumerate(host["rounds"].tolist())
+        ]
         return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
 
     def _captured(self) -> Graph:

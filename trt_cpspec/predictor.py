@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 Float32 = NDArray[np.float32]
 T = TypeVar("T")
+
+_DEFAULT_PARAMS = SamplingParams()
 
 
 class CodePredictor:
@@ -208,14 +210,14 @@ class CodePredictor:
         NumericsError
             The model gave logits that describe no law; the cache is cleared, other frames can go on.
         """
-        hidden = np.atleast_2d(np.asarray(talker_hidden, np.float32))
-        first = np.atleast_1d(np.asarray(code0))
+        hidden = _rows_of(np.asarray(talker_hidden, np.float32), 2)
+        first = _rows_of(np.asarray(code0), 1)
         self._check_inputs(hidden, first)
         batch = len(hidden)
         draws = [
             (row_params, _in_range("seed", seed, 64), _in_range("frame", frame, 32))
             for row_params, seed, frame in zip(
-                _per_row(params or SamplingParams(), batch, "params"),
+                _per_row(params or _DEFAULT_PARAMS, batch, "params"),
                 _per_row(seeds, batch, "seeds"),
                 _per_row(frames, batch, "frames"),
                 strict=True,
@@ -229,6 +231,7 @@ class CodePredictor:
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
             return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
         except (NumericsError, EngineError):
+            self._start(batch)
             self._session.clear()
             raise
 
@@ -245,7 +248,7 @@ class CodePredictor:
     def prefill(self, talker_hidden: NDArray[np.floating], code0: Codes) -> Float32:
         """Start a frame (see :class:`~trt_cpspec.frame.FrameModel`)."""
         batch = len(code0)
-        self._session.start(batch, self.num_code_groups + self.spec.max_verify_size)
+        self._start(batch)
         inputs = np.stack([talker_hidden, self._code0_embedding[code0]], axis=1).astype(np.float32)
         positions = np.broadcast_to(np.arange(2), (batch, 2))
         return self._session.forward(self._tables.project(inputs), positions)[:, -1].copy()
@@ -271,6 +274,9 @@ class CodePredictor:
         # Row by row: a product of one row does not depend on how many rows the pass had.
         return np.stack([self._apply_heads(self._tables.heads[depth - 1 + i], row) for i, row in enumerate(hidden)])
 
+    def _start(self, batch: int) -> None:
+        self._session.start(batch, self.num_code_groups + self.spec.max_verify_size)
+
     def _apply_heads(self, heads: Float32, hidden: NDArray[np.floating]) -> Float32:
         if self._head_session is not None:
             return self._head_session.apply(heads, hidden)
@@ -281,12 +287,13 @@ class CodePredictor:
         width, limit = self.spec.talker_hidden_size, self.spec.limits.max_batch_size
         if hidden.ndim != 2 or hidden.shape[1] != width or not len(hidden):
             raise ConfigError(f"talker_hidden has shape {list(hidden.shape)}, [B, {width}] is needed")
-        if code0.shape != (len(hidden),) or not np.issubdtype(code0.dtype, np.integer):
+        if code0.shape != (len(hidden),) or code0.dtype.kind not in "iu":
             raise ConfigError(f"code0 must be {len(hidden)} integer(s), it has shape {list(code0.shape)} {code0.dtype}")
         if len(hidden) > limit:
             raise ConfigError(f"a batch of {len(hidden)} exceeds the engine's max_batch_size {limit}")
-        if code0.min(initial=0) < 0 or code0.max(initial=0) >= len(self._code0_embedding):
-            raise ConfigError(f"code0 must lie in [0, {len(self._code0_embedding)}), it is {code0.tolist()}")
+        codes, vocabulary = code0.tolist(), len(self._code0_embedding)
+        if min(codes) < 0 or max(codes) >= vocabulary:
+            raise ConfigError(f"code0 must lie in [0, {vocabulary}), it is {codes}")
         if not np.isfinite(hidden).all():
             raise NumericsError("talker_hidden is not finite", row=int(np.argmin(np.isfinite(hidden).all(axis=1))))
 
@@ -362,6 +369,11 @@ def _read_projection(folder: Path, spec: CodePredictorSpec) -> tuple[Float32, Fl
     return None
 
 
+def _rows_of(values: NDArray[Any], dimensions: int) -> NDArray[Any]:
+    """Put an axis of rows in front of the values of a single row."""
+    return values[None] if values.ndim == dimensions - 1 else values
+
+
 def _in_range(name: str, value: int, bits: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
         raise ConfigError(f"{name} is {value!r:.40}; it must be an integer from 0 to 2**{bits} - 1")
@@ -370,6 +382,8 @@ def _in_range(name: str, value: int, bits: int) -> int:
 
 def _per_row(value: T | Sequence[T], batch: int, name: str) -> Sequence[T]:
     """Return one value for each row: the same one, or those that were given."""
+    if isinstance(value, (int, SamplingParams)):  # first: asking for a Sequence is slow, and this runs every frame
+        return [value] * batch
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Sequence):
