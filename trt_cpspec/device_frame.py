@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .config import CodePredictorSpec, Mode, SamplingParams, Window
 from .cuda import Device, DeviceArray, Graph
-from .cuda_sampling import NO_ERROR, REQUEST, KernelCalls, KernelSizes, request_array
+from .cuda_sampling import NO_ERROR, REQUEST, KernelCalls, KernelSizes, request_entry
 from .errors import NumericsError
 from .frame import Codes, FrameResult, Round
 from .nvrtc import Call, KernelLibrary
@@ -231,7 +231,9 @@ class _FrameGraph:
         self, talker_hidden: NDArray[np.float32], code0: Codes, rows: Sequence[tuple[SamplingParams, int, int]]
     ) -> None:
         """Fill the page-locked inputs and launch."""
-        self._input.host["requests"][...] = request_array(rows)
+        requests = self._input.host["requests"]
+        for index, (params, seed, frame) in enumerate(rows):
+            requests[index] = request_entry(params, seed, frame)
         self._input.host["talker_hidden"][...] = talker_hidden
         self._state.host["codes"][:, 0] = code0
         self._graph.launch()
@@ -245,7 +247,7 @@ class _FrameGraph:
             raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
         history = host["history"]
         rounds = [
-            [Round._make(entry) for entry in history[row, :count].tolist()]
+            list(map(Round._make, history[row, :count].tolist()))
             for row, count in enumerate(host["rounds"].tolist())
         ]
         return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
