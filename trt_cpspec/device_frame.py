@@ -247,8 +247,7 @@ class _FrameGraph:
             raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
         history = host["history"]
         rounds = [
-            list(map(Round._make, history[row, :count].tolist()))
-            for row, count in enumerate(host["rounds"].tolist())
+            list(map(Round._make, history[row, :count].tolist())) for row, count in enumerate(host["rounds"].tolist())
         ]
         return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
 
