@@ -7,6 +7,7 @@ A graph written here holds no weight in memory: each initializer is read, conver
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_cpspec.runtime import GRAPH_DATA_FILE as DATA_FILE
+from trt_cpspec.runtime import GRAPH_FILE, WEIGHT_INDEX
 from trt_cpspec.tensorfile import encode
 
 OPSET = 17
@@ -26,8 +29,6 @@ OPSET = 17
 IR_VERSION = 8
 """The IR version that goes with opset 17."""
 
-GRAPH_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
 _ALIGNMENT = 64
 ELEMENT = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16, "BF16": TensorProto.BFLOAT16}
 """ONNX's number of each stored type."""
@@ -129,8 +130,11 @@ class GraphWriter:
         self._initializers.append(tensor)
         return name
 
-    def save(self) -> None:
-        """Write the graph, check it, and put both files in place."""
+    def save(self, *, index: bool = False) -> None:
+        """Write the graph, check it, and put both files in place.
+
+        With ``index``, ``model.weights.json`` beside them says where each weight lies, for readers without ONNX.
+        """
         graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, self._initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         model.producer_name = "trt_cpspec"
@@ -139,6 +143,20 @@ class GraphWriter:
         os.replace(self._partial_data, self._data_path)  # the checker looks the weights up by their final name
         onnx.checker.check_model(str(self._partial_graph))
         os.replace(self._partial_graph, self._graph_path)
+        if index:
+            (self._graph_path.parent / WEIGHT_INDEX).write_text(json.dumps(self._weight_index(), indent=1) + "\n")
+
+    def _weight_index(self) -> dict[str, Any]:
+        stored = {number: name for name, number in ELEMENT.items()}
+        return {
+            tensor.name: {
+                "dtype": stored[tensor.data_type],
+                "shape": list(tensor.dims),
+                "offset": int(next(entry.value for entry in tensor.external_data if entry.key == "offset")),
+            }
+            for tensor in self._initializers
+            if tensor.data_location == TensorProto.EXTERNAL
+        }
 
     def _fresh(self, kind: str) -> str:
         self._counter += 1

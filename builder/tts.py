@@ -234,7 +234,7 @@ class TtsBuild:
             write_decoder(
                 graph, spec, self.weights, prefix, dtype=self.options.dtype, narrow=self._narrow, progress=progress
             )
-            graph.save()
+            graph.save(index=name == "code_predictor")
 
     def _side_file(self, folder: Path, stem: str, sources: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Write ``stem.safetensors`` whose keys come from checkpoint tensors of known shapes."""
@@ -298,11 +298,6 @@ class TtsBuild:
 def _check_precision(precision: str, backend: Backend) -> None:
     if backend.binding is not None:
         check_precision(backend.binding, precision)
-    elif precision == "bf16":
-        raise ConfigError(
-            "precision bf16 is not possible on this backend: ONNX Runtime's CPU MatMul has no BF16; "
-            "give fp32 (exact for BF16 checkpoints) or fp16"
-        )
 
 
 def _check_codec(checkpoint: TtsCheckpoint, codec: CodecSpec) -> None:

@@ -27,8 +27,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "embed_project": ("embed_project", "start_frame"),
     "sum_embeddings": ("sum_embeddings", "advance_frame"),
     "repeat_round": ("repeat_round",),
+    "fused_frame": ("fused_frame", "fused_pass"),
 }
 """The kernels of each source file."""
+
+_PARTS = {"fused_frame": ("select_sample", "accept")}
+"""Source files that stand in front of another, each in a namespace of its own."""
 
 
 class Call(NamedTuple):
@@ -43,12 +47,18 @@ class Call(NamedTuple):
         Threads of a block.
     arguments : tuple
         ``int`` for a device address (0 is null), ``numpy.int32`` or ``numpy.uint64`` for a number.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    cooperative : bool
+        Whether all blocks run at once, or the launch fails.
     """
 
     kernel: str
     grid: tuple[int, int, int]
     block: int
     arguments: tuple[Any, ...]
+    shared_bytes: int = 0
+    cooperative: bool = False
 
 
 def source_of(kernel: str) -> str:
@@ -60,9 +70,13 @@ def source_of(kernel: str) -> str:
 def source_text(source: str) -> str:
     """Return the text of one source file with ``common.cuh`` in front of it, which is what is compiled."""
     folder = resources.files(f"{__package__}.kernels")
-    common, own = ((folder / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{source}.cu"))
-    # NVRTC names the file and the line of the part that an error is in.
-    return f'#line 1 "common.cuh"\n{common}\n#line 1 "{source}.cu"\n{own}'
+
+    def text_of(name: str) -> str:
+        # NVRTC names the file and the line of the part that an error is in.
+        return f'#line 1 "{name}"\n{(folder / name).read_text(encoding="utf-8")}\n'
+
+    parts = [f"namespace {part}_part {{\n{text_of(f'{part}.cu')}}}\n" for part in _PARTS.get(source, ())]
+    return "".join([text_of("common.cuh"), *parts, text_of(f"{source}.cu")])
 
 
 def compile_source(source: str, macros: Mapping[str, str], *, arch: str, on_disk_cache: bool = True) -> Any:
@@ -145,7 +159,9 @@ class KernelLibrary:
 
     def run(self, stream: Any, call: Call) -> None:
         """Put one launch on a stream of ``cuda.core``, which may be capturing a graph."""
-        config = self._core.LaunchConfig(grid=call.grid, block=call.block)
+        config = self._core.LaunchConfig(
+            grid=call.grid, block=call.block, shmem_size=call.shared_bytes, is_cooperative=call.cooperative
+        )
         self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
 
 

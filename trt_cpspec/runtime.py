@@ -21,6 +21,8 @@ from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, imp
 logger = logging.getLogger(__name__)
 
 GRAPH_FILE = "model.onnx"
+GRAPH_DATA_FILE = "model.onnx.data"
+WEIGHT_INDEX = "model.weights.json"
 HEADS_FILE = "heads.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
