@@ -19,8 +19,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_cpspec.runtime import GRAPH_DATA_FILE as DATA_FILE
-from trt_cpspec.runtime import GRAPH_FILE, WEIGHT_INDEX
+from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE, WEIGHT_INDEX
 from trt_cpspec.tensorfile import encode
 
 OPSET = 17
@@ -60,8 +59,8 @@ class GraphWriter:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._counter = 0
         self._graph_path = folder / GRAPH_FILE
-        self._data_path = folder / DATA_FILE
-        self._partial_data = folder / (DATA_FILE + ".partial")
+        self._data_path = folder / GRAPH_DATA_FILE
+        self._partial_data = folder / (GRAPH_DATA_FILE + ".partial")
         self._partial_graph = folder / (GRAPH_FILE + ".partial")
         self._data: BinaryIO = self._partial_data.open("wb")
 
@@ -123,7 +122,7 @@ class GraphWriter:
         offset = self._data.tell()
         length = sum(self._data.write(encode(block, dtype, name)) for block in blocks)
         tensor = TensorProto(name=name, data_type=ELEMENT[dtype], dims=list(shape), data_location=TensorProto.EXTERNAL)
-        for key, value in (("location", DATA_FILE), ("offset", offset), ("length", length)):
+        for key, value in (("location", GRAPH_DATA_FILE), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         if length != int(np.prod(shape, dtype=np.int64)) * (4 if dtype == "F32" else 2):
             raise ValueError(f"weight {name!r} gave {length} bytes for the shape {tuple(shape)} in {dtype}")
@@ -147,7 +146,7 @@ class GraphWriter:
             (self._graph_path.parent / WEIGHT_INDEX).write_text(json.dumps(self._weight_index(), indent=1) + "\n")
 
     def _weight_index(self) -> dict[str, Any]:
-        stored = {number: name for name, number in ELEMENT.items()}
+        stored = {int(number): name for name, number in ELEMENT.items()}
         return {
             tensor.name: {
                 "dtype": stored[tensor.data_type],

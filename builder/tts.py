@@ -13,13 +13,14 @@ from typing import Any
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
 
 from .checkpoint import SPECIAL_CODES, TtsCheckpoint, Weights, read_checkpoint
 from .code2wav import CodecSpec, read_codec_spec, write_code2wav
 from .decoder import write_decoder
 from .engine import Backend, EngineOptions, Report, check_precision
-from .graph import GRAPH_FILE, GraphWriter, write_heads_graph
+from .graph import GraphWriter, write_heads_graph
 from .rebuild import Outcome, RebuildOptions, build_component
 from .sidecar import PLAN_FILES
 

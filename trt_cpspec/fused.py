@@ -8,7 +8,8 @@ one launch. What the kernel does, and how its weights are packed, is in ``kernel
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import MAX_SPECULATIVE_CODEBOOK, MAX_VERIFY_SIZE, CodePredictorSpec
+from .config import MAX_SPECULATIVE_CODEBOOK, MAX_VERIFY_SIZE, CodePredictorSpec, Mode
+from .cuda import Device, DeviceArray
+from .device_frame import CapturedFrame, CapturedFrames, FrameIO
 from .errors import EngineError
+from .nvrtc import Call, KernelLibrary
 from .runtime import GRAPH_DATA_FILE, WEIGHT_INDEX
 from .tensorfile import TensorFile
 
 THREADS = 512
 WARPS = THREADS // 32
 MAX_BATCH = 8
+MIN_COMPUTE_CAPABILITY = (8, 0)
 UNIT = 32
 """Inner values of a weight unit."""
 _UNIT_BYTES = 512
@@ -346,3 +351,218 @@ def _paired(matrix: Words) -> Words:
     first, second = np.split(matrix, 2)
     width = matrix.shape[1]
     return np.stack([first.reshape(-1, 8, width), second.reshape(-1, 8, width)], axis=1).reshape(-1, width)
+
+
+class FusedModel:
+    """A CodePredictor in device memory, packed for the kernel, and the kernel itself.
+
+    Parameters
+    ----------
+    device : Device
+    plan : FusedPlan
+    folder, talker_dir : Path
+        See :func:`model_arrays`.
+
+    Raises
+    ------
+    EngineError
+        The kernel cannot run here: its reason, which is that of :meth:`FusedPlan.refusal`.
+    """
+
+    def __init__(self, device: Device, plan: FusedPlan, folder: Path, talker_dir: Path) -> None:
+        reason = plan.refusal()
+        if reason:
+            raise EngineError(f"{folder}: {reason}")
+        self.device, self.plan = device, plan
+        self._library = KernelLibrary(plan.macros())
+        self._constant = {}
+        for name, array in model_arrays(plan, folder, talker_dir).items():
+            self._constant[name] = device.empty(array.shape, array.dtype)
+            device.upload(self._constant[name], np.ascontiguousarray(array))
+            device.synchronize()  # the array goes away
+        for kernel in ("fused_frame", "fused_pass"):
+            self._library.load(kernel)
+
+    def table(self, work: Mapping[str, DeviceArray], io: Mapping[str, int]) -> DeviceArray:
+        """Upload the addresses that a launch works with."""
+        addresses = {name: array.address for name, array in (self._constant | dict(work)).items()} | dict(io)
+        values = np.array([addresses.get(name, 0) for name in MODEL_FIELDS], np.uint64)
+        table = self.device.empty(values.shape, values.dtype)
+        self.device.upload(table, values)
+        self.device.synchronize()  # the array goes away
+        return table
+
+    def work(self, batch: int, drafts: int) -> dict[str, DeviceArray]:
+        """Allocate the working memory of a batch."""
+        layout = work_layout(self.plan, batch, drafts)
+        return {name: self.device.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+
+    def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:
+        """Put one launch on the stream, behind a reset of its barrier."""
+        work["counter"].zero()
+        grid = (self.plan.blocks, 1, 1)
+        call = Call(kernel, grid, self.plan.threads, arguments, self.plan.shared_bytes, cooperative=True)
+        self._library.run_on(self.device.stream, call)
+
+
+class FusedSession:
+    """The fused kernel pass by pass: the same methods as :class:`~trt_cpspec.session.DecoderSession`.
+
+    Parameters
+    ----------
+    model : FusedModel
+
+    Attributes
+    ----------
+    run_seconds : float
+        Time spent in copies and passes so far, as the host sees it.
+    """
+
+    def __init__(self, model: FusedModel) -> None:
+        self.model = model
+        self._states: dict[int, _PassMemory] = {}
+        self._now: _PassMemory | None = None
+        self.run_seconds = 0.0
+
+    @property
+    def device(self) -> Device:
+        """The device on which it runs."""
+        return self.model.device
+
+    def max_positions(self) -> int | None:
+        """Return how many positions a pass takes for each row."""
+        return MAX_VERIFY_SIZE
+
+    def start(self, batch: int, positions: int) -> None:
+        """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`); the cache always holds a frame."""
+        del positions
+        if batch > self.model.plan.max_batch:
+            raise EngineError(f"the fused kernel decodes at most {self.model.plan.max_batch} rows, not {batch}")
+        if batch not in self._states:
+            self._states[batch] = _PassMemory(self.model, batch)
+        self._now = self._states[batch]
+
+    def clear(self) -> None:
+        """Zero the cache."""
+        for name in ("keys", "values"):
+            self._memory.work[name].zero()
+
+    def keep_rows(self, rows: NDArray[np.intp]) -> None:
+        """Keep the sequences of these rows and drop the others."""
+        old = self._memory
+        self.start(len(rows), 0)
+        for name in ("keys", "values"):
+            source, target = old.work[name], self._memory.work[name]
+            held = np.empty(source.shape, source.dtype)
+            self.device.download(held, source)
+            self.device.synchronize()
+            moved = np.zeros_like(held)
+            moved[:, : len(rows)] = held[:, rows]
+            self.device.upload(target, moved)
+            self.device.synchronize()
+
+    def forward(self, embeds: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run rows ``[B, T, H]`` at positions ``[B, T]``, T up to 8; a negative position is padding."""
+        started = time.perf_counter()
+        width = positions.shape[1]
+        if width > MAX_VERIFY_SIZE or positions.max() >= self.model.plan.spec.num_code_groups:
+            raise EngineError(
+                f"the fused kernel takes {MAX_VERIFY_SIZE} positions a pass and a frame of "
+                f"{self.model.plan.spec.num_code_groups}, not {width} up to position {int(positions.max())}"
+            )
+        hidden = self._memory.run(embeds, positions)
+        self.run_seconds += time.perf_counter() - started
+        return hidden
+
+    @property
+    def _memory(self) -> _PassMemory:
+        if self._now is None:
+            raise EngineError("start() must be called before a pass")
+        return self._now
+
+
+class _PassMemory:
+    """Memory of the passes of one batch size."""
+
+    def __init__(self, model: FusedModel, batch: int) -> None:
+        device, width = model.device, model.plan.spec.decoder.hidden_size
+        self._model, self._batch = model, batch
+        self.work = model.work(batch, MAX_VERIFY_SIZE - 1)
+        self._table = model.table(self.work, {})
+        self._rows = device.empty((batch, MAX_VERIFY_SIZE, width), np.float32)
+        self._positions = device.empty((batch, MAX_VERIFY_SIZE), np.int32)
+        self._hidden = device.zeros((batch, MAX_VERIFY_SIZE, width), np.float32)
+
+    def run(self, embeds: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run one pass and wait for it."""
+        device, width = self._model.device, positions.shape[1]
+        rows, places = np.ascontiguousarray(embeds, np.float32), np.ascontiguousarray(positions, np.int32)
+        device.upload_at(self._rows.address, rows)
+        device.upload_at(self._positions.address, places)
+        arguments = (self._table.address, self._rows.address, self._positions.address, self._hidden.address)
+        self._model.enqueue("fused_pass", self.work, (*arguments, np.int32(self._batch), np.int32(width)))
+        hidden = np.empty(rows.shape, np.float32)
+        device.download(hidden, self._hidden)
+        device.synchronize()
+        return hidden
+
+
+class FusedFrames(CapturedFrames):
+    """Frames of the fused kernel, one launch each.
+
+    Parameters
+    ----------
+    model : FusedModel
+    """
+
+    def __init__(self, model: FusedModel) -> None:
+        super().__init__(model.device)
+        self._model = model
+
+    def _capture(self, batch: int, drafts: int, mode: Mode) -> CapturedFrame:
+        if batch > self._model.plan.max_batch:
+            raise EngineError(f"the fused kernel decodes at most {self._model.plan.max_batch} rows, not {batch}")
+        return _FusedFrame(self._model, batch, drafts, mode)
+
+
+class _FusedFrame:
+    """The frame of one batch, number of drafts and mode: its memory and its graph."""
+
+    def __init__(self, model: FusedModel, batch: int, drafts: int, mode: Mode) -> None:
+        spec = model.plan.spec
+        self.io = FrameIO(model.device, batch, spec.num_code_groups, spec.talker_hidden_size)
+        self._work = model.work(batch, drafts)
+        self._table = model.table(self._work, self.io.address)
+        arguments = (self._table.address, np.int32(batch), np.int32(drafts), np.int32(mode == "coupled"))
+
+        def frame() -> None:
+            self.io.upload()
+            model.enqueue("fused_frame", self._work, arguments)
+            self.io.download()
+
+        self.graph = model.device.capture(frame)
+
+
+def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir: Path) -> FusedModel:
+    """Load a CodePredictor folder into the fused kernel.
+
+    Raises
+    ------
+    EngineError
+        It cannot run this model on this device; the message is the reason.
+    """
+    if device.compute_capability < MIN_COMPUTE_CAPABILITY:
+        found = ".".join(map(str, device.compute_capability))
+        raise EngineError(f"{device.name} has compute capability {found}, the fused kernel needs 8.0")
+    if spec.limits.max_batch_size > MAX_BATCH:
+        raise EngineError(
+            f"{folder} was built for batches of {spec.limits.max_batch_size}, the fused kernel takes at most {MAX_BATCH}"
+        )
+    plan = FusedPlan(
+        spec=spec,
+        dtype=GraphWeights(folder).dtype,
+        projected=(folder / "small_to_mtp_projection.safetensors").is_file(),
+        blocks=device.attribute("MULTIPROCESSOR_COUNT"),
+        shared_bytes=device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    )
+    return FusedModel(device, plan, folder, talker_dir)

@@ -35,6 +35,10 @@ _PARTS = {"fused_frame": ("select_sample", "accept")}
 """Source files that stand in front of another, each in a namespace of its own."""
 
 
+_PLAIN_SHARED_BYTES = 48 * 1024
+"""Shared memory of a block that needs no leave."""
+
+
 class Call(NamedTuple):
     """One launch: a kernel, its shape and its arguments.
 
@@ -139,6 +143,7 @@ class KernelLibrary:
             raise EngineError(f"CUDA device {device} cannot be used: {error}") from error
         self.kernel = lru_cache(maxsize=None)(self._load)
         self._streams: dict[int, Any] = {}
+        self._roomy: set[str] = set()  # kernels that may use more dynamic shared memory than all may
 
     def _load(self, name: str) -> Any:
         code = compile_source(source_of(name), self._macros, arch=f"sm_{self.device.arch}")
@@ -162,7 +167,19 @@ class KernelLibrary:
         config = self._core.LaunchConfig(
             grid=call.grid, block=call.block, shmem_size=call.shared_bytes, is_cooperative=call.cooperative
         )
+        if call.shared_bytes > _PLAIN_SHARED_BYTES and call.kernel not in self._roomy:
+            self._allow_shared(call)
         self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
+
+    def _allow_shared(self, call: Call) -> None:
+        driver = _import("cuda.bindings.driver")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel = driver.CUkernel(int(self.kernel(call.kernel).handle))
+        ordinal = driver.CUdevice(self.device.device_id)
+        (status,) = driver.cuKernelSetAttribute(attribute, call.shared_bytes, kernel, ordinal)
+        if int(status) != 0:
+            raise EngineError(f"the kernel {call.kernel} cannot have {call.shared_bytes} bytes: {status.name}")
+        self._roomy.add(call.kernel)
 
 
 def _compile(source: str, macros: Mapping[str, str], *, arch: str, program_cache: Any, log: io.StringIO | None) -> Any:

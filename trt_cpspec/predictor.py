@@ -20,10 +20,11 @@ from .config import (
     checked_verify_size,
     resolve_window,
 )
-from .device_frame import DeviceFrames, DeviceTables
+from .device_frame import CapturedFrames, DeviceFrames, DeviceTables
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
-from .runtime import Decoder, Runtime, open_runtime
+from .fused import FusedFrames, FusedSession, open_fused
+from .runtime import Decoder, Runtime, checked_executor, open_runtime
 from .sampling import PhiloxNoise
 from .session import HeadSession
 from .tensorfile import RowTable, TensorFile
@@ -59,7 +60,7 @@ class CodePredictor:
         code0_embedding: RowTable,
         *,
         head_session: HeadSession | None = None,
-        device_frames: DeviceFrames | None = None,
+        device_frames: CapturedFrames | None = None,
     ) -> None:
         self.spec = spec
         self.num_code_groups = spec.num_code_groups
@@ -81,6 +82,7 @@ class CodePredictor:
         device: str = "auto",
         threads: int | None = None,
         runtime: Runtime | None = None,
+        executor: str = "auto",
     ) -> CodePredictor:
         """Load a ``code_predictor`` folder that ``cpspec-build`` wrote.
 
@@ -95,6 +97,9 @@ class CodePredictor:
             Threads of one pass on the CPU; None takes all cores.
         runtime : Runtime or None
             A device that is shared with other components, in place of ``device`` and ``threads``.
+        executor : {"auto", "fused", "engine"}
+            On a CUDA device: the fused kernel, or the TensorRT engine. ``auto`` is the fused kernel where it can run
+            this model, else the engine; what it takes is logged. A CPU has the engine alone.
 
         Raises
         ------
@@ -102,7 +107,8 @@ class CodePredictor:
             A file is missing, damaged, or contradicts ``config.json``.
         """
         folder = Path(folder)
-        runtime = runtime or open_runtime(device, [folder], threads=threads)
+        checked_executor(executor)
+        runtime = runtime or open_runtime(device, [folder], threads=threads, code_predictor=folder, executor=executor)
         spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
         talker_dir = Path(talker_dir) if talker_dir is not None else folder.parent / "talker"
         embedding = TensorFile(talker_dir / "embedding.safetensors").rows("embedding")
@@ -111,9 +117,8 @@ class CodePredictor:
                 f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
                 f"talker_hidden_size {spec.talker_hidden_size}"
             )
-        session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
+        session, frames = _open_executor(runtime, folder, talker_dir, spec, executor)
         tables = PredictorTables.from_dir(folder, spec)
-        frames = _open_device_frames(session, folder, talker_dir, spec)
         return cls(spec, session, tables, embedding, head_session=runtime.heads(folder), device_frames=frames)
 
     @property
@@ -298,17 +303,29 @@ class CodePredictor:
             raise NumericsError("talker_hidden is not finite", row=int(np.argmin(np.isfinite(hidden).all(axis=1))))
 
 
-def _open_device_frames(
-    session: Decoder, folder: Path, talker_dir: Path, spec: CodePredictorSpec
-) -> DeviceFrames | None:
-    """Return the frame loop of the GPU where the session runs on one and the kernels can be had."""
+def _open_executor(
+    runtime: Runtime, folder: Path, talker_dir: Path, spec: CodePredictorSpec, executor: str
+) -> tuple[Decoder, CapturedFrames | None]:
+    """Return what runs the passes, and the frame loop of the GPU where it runs on one."""
+    if executor == "fused" and runtime.cuda is None:
+        raise EngineError("the fused executor needs a CUDA device: give --device cuda")
+    if runtime.cuda is not None and executor != "engine":
+        try:
+            model = open_fused(runtime.cuda, spec, folder, talker_dir)
+            logger.info("the CodePredictor runs as one fused kernel")
+            return FusedSession(model), FusedFrames(model)
+        except EngineError as error:
+            if executor == "fused":
+                raise
+            logger.warning("the CodePredictor runs on its engine, not as one fused kernel: %s", error)
+    session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
     if not isinstance(session, TensorRTDecoderSession):
-        return None
+        return session, None
     try:
-        return DeviceFrames(session, DeviceTables.from_dir(session.device, folder, talker_dir, spec), spec)
+        return session, DeviceFrames(session, DeviceTables.from_dir(session.device, folder, talker_dir, spec), spec)
     except CpSpecError as error:
         logger.warning("the rounds of a frame are driven by the host, one wait each: %s", error)
-        return None
+        return session, None
 
 
 class PredictorTables:

@@ -25,14 +25,14 @@ class FusedModel:
         self.kernels, self.plan = kernels, plan
         self._constant = {name: kernels.upload(value) for name, value in model_arrays(plan, folder, talker_dir).items()}
 
-    def _run(self, kernel: str, arrays: dict[str, Array], arguments: tuple[Any, ...], *, order: int = 0) -> dict[str, Array]:
+    def _run(
+        self, kernel: str, arrays: dict[str, Array], arguments: tuple[Any, ...], *, order: int = 0
+    ) -> dict[str, Array]:
         held = {name: self.kernels.upload(value) for name, value in arrays.items()}
         addresses = self._constant | held
         model = self.kernels.upload(np.array([addresses.get(name, 0) for name in MODEL_FIELDS], np.uint64))
         values = tuple(held[value] if isinstance(value, str) else value for value in arguments)
-        call = Call(
-            kernel, (self.plan.blocks, 1, 1), self.plan.threads, (model, *values), self.plan.shared_bytes, True
-        )
+        call = Call(kernel, (self.plan.blocks, 1, 1), self.plan.threads, (model, *values), self.plan.shared_bytes, True)
         self.kernels.run(call, order=order)
         after = {name: self.kernels.download(held[name], value) for name, value in arrays.items()}
         for address in (*held.values(), model):
@@ -42,7 +42,14 @@ class FusedModel:
     def _work(self, batch: int, drafts: int) -> dict[str, Array]:
         layout = work_layout(self.plan, batch, drafts)
         # What is not written yet is not zero.
-        arrays = {name: np.full(shape, np.nan if dtype is np.float32 else -9, np.dtype(dtype).type if dtype is not np.uint32 else np.int64).astype(dtype) for name, (shape, dtype) in layout.items()}
+        arrays = {
+            name: np.full(
+                shape,
+                np.nan if dtype is np.float32 else -9,
+                np.dtype(dtype).type if dtype is not np.uint32 else np.int64,
+            ).astype(dtype)
+            for name, (shape, dtype) in layout.items()
+        }
         arrays["counter"][...] = 0
         return arrays
 
