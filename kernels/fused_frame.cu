@@ -4,8 +4,9 @@
 // verify pass, select, accept, until every row is complete, and the sum of the frame's embeddings. fused_pass runs one
 // pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand in front of this file.
 //
-// Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product).
-//          work buffers of a pass: columns are [B * W], column row * W + i for position i of a row; W <= 8, B <= 8.
+// Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product), one
+//          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
+//          position i of a row; W <= 8, B <= MAX_BATCH.
 //          keys and values [LAYERS, MAX_BATCH, G, KV_HEADS * HEAD_DIM] f32, not yet normed and rotated.
 // Launch   cooperative, grid (CTAS), block THREADS, SHARED_BYTES of dynamic shared memory. counter[0] must be 0.
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
@@ -13,7 +14,7 @@
 // Every product is a [16 x 16] x [16 x 8] tensor-core product whose 16 rows are 8 positions twice: the high and the low
 // part of each activation, so that nothing of its FP32 value is lost to the 16-bit operand, and a position's sums are the
 // same whatever stands in the other rows. A block owns a few rows of each weight matrix, a warp a slice of the inner
-// dimension; the 16 slices are added in one fixed order. RMSNorm is folded in: the gain multiplies the activation, the
+// dimension; the slices are added in one fixed order. RMSNorm is folded in: the gain multiplies the activation, the
 // inverse root the sum.
 //
 // Weights do not depend on activations: each warp streams its own through a ring in shared memory, which it fills again
@@ -32,6 +33,7 @@ __device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); retur
 __device__ __forceinline__ float load_fresh(const float* from) { return *from; }
 __device__ __forceinline__ int load_fresh(const int* from) { return *from; }
 __device__ __forceinline__ float4 load_fresh(const float4* from) { return *from; }
+__device__ __forceinline__ float rsqrtf(float value) { return 1 / std::sqrt(value); }
 __device__ __forceinline__ u32 warp_or(u32 value) { return shim_reduce(ALL_LANES, value, [](unsigned a, unsigned b) { return a | b; }); }
 __device__ __forceinline__ u32 pack_two(F16, float low, float high) { return float_to_half(low) | u32(float_to_half(high)) << 16; }
 __device__ __forceinline__ u32 pack_two(BF16, float low, float high) { BF16 two[2]; store(two, low), store(two + 1, high); return two[0].bits | u32(two[1].bits) << 16; }
@@ -75,7 +77,10 @@ __device__ __forceinline__ constexpr float low_scale(BF16) { return 1; }
 
 __device__ __forceinline__ void load_eight(float* to, const float* from) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) to[i] = __ldg(from + i);
+  for (int i = 0; i < 2; i++) {
+    const float4 four = __ldg(reinterpret_cast<const float4*>(from) + i);
+    to[i * 4] = four.x, to[i * 4 + 1] = four.y, to[i * 4 + 2] = four.z, to[i * 4 + 3] = four.w;
+  }
 }
 __device__ __forceinline__ void load_eight_fresh(float* to, const float* from) {
 #pragma unroll
@@ -98,14 +103,14 @@ static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 128 && HEADS % KV_HEADS == 0 && 
 static_assert(WARPS_A_BLOCK % 4 == 0 && THREADS <= 512, "THREADS");
 static_assert(CTAS >= MAX_BATCH && MAX_BATCH <= TILE, "a block a row");
 
-// Addresses, in the order of FusedModel in trt_cpspec/fused.py.
+// Addresses, in the order of MODEL_FIELDS in trt_cpspec/fused.py.
 struct Model {
-  const char *projection, *qkv, *o, *gate_up, *down, *heads;  // packed
-  const float *bias, *input_norm, *post_norm, *final_norm;    // [H], [LAYERS, H], [LAYERS, H], [H]
-  const float *head_norm, *rotary;                            // [LAYERS, HEADS + KV_HEADS, HEAD_DIM], [G, HEAD_DIM / 2, 2]
-  const WEIGHT *talker_table, *tables;                        // [*, HT], [G - 1, V, HT]
+  const char* weights;                                      // packed: projection, qkv, o, gate_up, down, heads
+  const float *bias, *input_norm, *post_norm, *final_norm;  // [H], [LAYERS, H], [LAYERS, H], [H]
+  const float *head_norm, *rotary;                          // [LAYERS, 2, HEAD_DIM]: queries, keys; [G, HEAD_DIM / 2, 2]
+  const WEIGHT *talker_table, *tables;                      // [*, HT], [G - 1, V, HT]
   float *embeds, *inputs, *hidden, *queries, *keys, *values, *mixed, *activated;
-  float *logits, *laws, *draft_logits, *draft_laws;           // [B, W, V], [B, W, V], [B, W - 1, V] twice
+  float *logits, *laws, *draft_logits, *draft_laws;         // [B, W, V], [B, W, V], [B, W - 1, V] twice
   int *picks, *drafts, *last, *states;
   u32* counter;
   const Request* requests;
@@ -128,10 +133,12 @@ struct Product {
   static constexpr int ROWS = GROUPS * 8;
   static constexpr int UNITS = (IN / 32 + WARPS_A_BLOCK - 1) / WARPS_A_BLOCK;
   static constexpr int UNIT_BYTES = GROUPS * 512;
-  static constexpr int UNITS_A_PIECE = SLOT_BYTES / UNIT_BYTES < UNITS ? SLOT_BYTES / UNIT_BYTES : UNITS;
-  static constexpr int PIECES = UNITS_A_PIECE ? (UNITS + UNITS_A_PIECE - 1) / UNITS_A_PIECE : 0;
+  static constexpr int FITTING = SLOT_BYTES / UNIT_BYTES < UNITS ? SLOT_BYTES / UNIT_BYTES : UNITS;
+  static constexpr int PIECES = FITTING ? (UNITS + FITTING - 1) / FITTING : 0;
+  static constexpr int UNITS_A_PIECE = PIECES ? (UNITS + PIECES - 1) / PIECES : 0;  // as even as can be
   static constexpr int WARP_BYTES = UNITS * UNIT_BYTES;
-  static_assert(UNITS_A_PIECE > 0 && PIECES <= SLOTS, "the ring is too small for this matrix");
+  static constexpr u64 BYTES = u64(CTAS) * WARPS_A_BLOCK * WARP_BYTES;
+  static_assert(PIECES > 0 && PIECES <= SLOTS, "the ring is too small for this matrix");
   __device__ __forceinline__ static bool mine() { return int(blockIdx.x) * ROWS < OUT; }
 };
 using Projection = Product<HT, H>;
@@ -142,8 +149,9 @@ using Down = Product<INTER, H>;
 using Head = Product<H, V>;
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int MOST_ROWS = larger(larger(larger(Projection::ROWS, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
+constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS : 0, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
 constexpr int PADDING = 8;
+constexpr int MOST_PIECES = (HAS_PROJECTION ? Projection::PIECES : 0) + LAYERS * (Qkv::PIECES + Out::PIECES + GateUp::PIECES + Down::PIECES);
 
 // What the warps of a block add up, and the statistics of RMSNorm.
 struct Sums {
@@ -151,36 +159,28 @@ struct Sums {
   float squares[WARPS_A_BLOCK][TILE];
 };
 
-constexpr int OUTS_A_THREAD = (TILE * MOST_ROWS + THREADS - 1) / THREADS;
-
 struct Scores {
   float of_team[WARPS_A_BLOCK / 4][64];
 };
 
-// Where the block's part of a kind of matrix lies, and how it is cut into pieces; none where it has no rows of it.
-enum Kind { PROJECTION, QKV, OUT, GATE_UP, DOWN, HEAD, KINDS };
-struct Source {
-  const char* base;
-  u32 matrix_bytes;
-  int warp_bytes, piece_bytes, pieces, chunks, last_chunks;
-
-  template <class P>
-  __device__ __forceinline__ void set(const char* matrices) {
-    base = matrices + u64(blockIdx.x) * WARPS_A_BLOCK * P::WARP_BYTES;
-    matrix_bytes = u32(CTAS) * WARPS_A_BLOCK * P::WARP_BYTES, warp_bytes = P::WARP_BYTES;
-    piece_bytes = P::UNITS_A_PIECE * P::UNIT_BYTES, pieces = P::mine() ? P::PIECES : 0;
-    chunks = P::UNITS_A_PIECE * P::GROUPS, last_chunks = (P::UNITS - (P::PIECES - 1) * P::UNITS_A_PIECE) * P::GROUPS;
-  }
+// What a warp copies at a time: where the first warp's lies, in units of 16 bytes; how far the next warp's is; how much.
+struct Piece {
+  u32 offset, warp_stride_and_chunks;  // chunks of 512 bytes below, stride above 8 bits
 };
 
 struct Block {
   Model model;
-  Source sources[KINDS];
+  Piece body[MOST_PIECES + 1], head[Head::PIECES + 1];
+  int body_pieces, head_pieces;
   int position[MAX_COLUMNS];  // of each column; negative: there is none
-  int source[MAX_COLUMNS];    // of a draft's head: the column whose hidden state it reads
-  int first_head[MAX_COLUMNS];
+  // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
+  int head_of[MAX_COLUMNS], source_of[MAX_COLUMNS];
+  int first_head[MAX_BATCH], state[MAX_BATCH];
+  Request request[MAX_BATCH];
+  int pick;
   int finished;
   u32 target;  // of the grid barrier
+  float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   union Scratch {
     __device__ Scratch() {}
     Sums sums;
@@ -199,51 +199,47 @@ constexpr u32 BODY = 0;  // of the queue; anything else is a set of heads
 
 // A warp's weights on their way: pieces are issued in the order in which they will be used.
 struct Stream {
-  const Source* sources;
+  const Block& block;
   char* ring;  // this lane's bytes of the first slot
   u32 issued = 0, consumed = 0;
-  u32 queue[3] = {};
-  int queued = 0, product = 0, piece = 0;
+  u32 queue[4] = {};
+  int queued = 0, index = 0;
 
   __device__ __forceinline__ Stream(const Block& block, char* ring)
-      : sources(block.sources), ring(ring + u64(warp_id()) * SLOTS * SLOT_BYTES + lane_id() * 16) {}
+      : block(block), ring(ring + warp_id() * SLOTS * SLOT_BYTES + lane_id() * 16) {}
 
+  // Says what will be used behind all that was said before; grid_barrier() issues it.
   __device__ __forceinline__ void push(u32 what) {
-    if (queued == 0) queue[0] = what;
-    else if (queued == 1) queue[1] = what;
-    else queue[2] = what;
+#pragma unroll
+    for (int i = 0; i < 4; i++) queue[i] = i == queued ? what : queue[i];
     queued++;
-    issue();
   }
 
   __device__ __forceinline__ void issue() {
     while (queued && issued - consumed < SLOTS) {
-      const int kind = queue[0] != BODY ? HEAD : product < HAS_PROJECTION ? PROJECTION : QKV + ((product - HAS_PROJECTION) & 3);
-      const int matrix = queue[0] != BODY ? __ffs(queue[0]) - 1 : product < HAS_PROJECTION ? 0 : (product - HAS_PROJECTION) >> 2;
-      const Source& source = sources[kind];
-      if (piece < source.pieces) {
-        const char* from = source.base + u64(matrix) * source.matrix_bytes + warp_id() * source.warp_bytes + piece * source.piece_bytes + lane_id() * 16;
+      const bool body = queue[0] == BODY;
+      if (index < (body ? block.body_pieces : block.head_pieces)) {
+        const Piece piece = (body ? block.body : block.head)[index];
+        const u64 skipped = body ? 0 : u64(__ffs(queue[0]) - 1) * Head::BYTES;
+        const char* from = block.model.weights + skipped + u64(piece.offset + warp_id() * (piece.warp_stride_and_chunks >> 8)) * 16 + lane_id() * 16;
         char* to = ring + (issued % SLOTS) * SLOT_BYTES;
-        const int chunks = piece + 1 < source.pieces ? source.chunks : source.last_chunks;
-#pragma unroll 2
+        const int chunks = piece.warp_stride_and_chunks & 255;
+#pragma unroll 4
         for (int i = 0; i < chunks; i++) copy_16(to + i * 512, from + i * 512);
         copies_commit();
-        issued++, piece++;
+        issued++, index++;
       }
-      if (piece >= source.pieces) next();
+      if (index >= (body ? block.body_pieces : block.head_pieces)) next();
     }
   }
 
   __device__ __forceinline__ void next() {
-    piece = 0;
-    if (queue[0] == BODY) {
-      if (++product < HAS_PROJECTION + 4 * LAYERS) return;
-      product = 0;
-    } else {
+    index = 0;
+    if (queue[0] != BODY) {
       queue[0] &= queue[0] - 1;
       if (queue[0]) return;
     }
-    queue[0] = queue[1], queue[1] = queue[2];
+    queue[0] = queue[1], queue[1] = queue[2], queue[2] = queue[3];
     queued--;
   }
 
@@ -257,19 +253,48 @@ struct Stream {
     return ring + ((consumed + ahead) % SLOTS) * SLOT_BYTES;
   }
 
-  __device__ __forceinline__ void release() {
-    consumed++;
-    issue();
-  }
 };
 static_assert(SLOTS >= 2 && SLOTS <= 4, "wait() knows up to four");
 
-// All threads of the grid. Plain loads behind it see what was stored before it, by any block.
-__device__ __forceinline__ void grid_barrier(Block& block) {
+// Writes the pieces of one matrix, from `at` on, and returns how many; none where the block has no rows of it.
+template <class P>
+__device__ __forceinline__ int list_pieces(Piece* at, u64 start) {
+  if (!P::mine()) return 0;
+  for (int i = 0; i < P::PIECES; i++) {
+    const int units = min(P::UNITS_A_PIECE, P::UNITS - i * P::UNITS_A_PIECE);
+    const u64 offset = start + u64(blockIdx.x) * WARPS_A_BLOCK * P::WARP_BYTES + i * P::UNITS_A_PIECE * P::UNIT_BYTES;
+    at[i] = Piece{u32(offset / 16), u32(P::WARP_BYTES / 16) << 8 | u32(units * P::GROUPS)};
+  }
+  return P::PIECES;
+}
+
+constexpr u64 QKV_AT = HAS_PROJECTION ? Projection::BYTES : 0, OUT_AT = QKV_AT + LAYERS * Qkv::BYTES, GATE_UP_AT = OUT_AT + LAYERS * Out::BYTES,
+              DOWN_AT = GATE_UP_AT + LAYERS * GateUp::BYTES, HEADS_AT = DOWN_AT + LAYERS * Down::BYTES;
+
+__device__ __forceinline__ void list_body(Block& block, bool projected) {
+  int count = 0;
+  if (HAS_PROJECTION && projected) count += list_pieces<Projection>(block.body, 0);
+  for (int layer = 0; layer < LAYERS; layer++) {
+    count += list_pieces<Qkv>(block.body + count, QKV_AT + layer * Qkv::BYTES);
+    count += list_pieces<Out>(block.body + count, OUT_AT + layer * Out::BYTES);
+    count += list_pieces<GateUp>(block.body + count, GATE_UP_AT + layer * GateUp::BYTES);
+    count += list_pieces<Down>(block.body + count, DOWN_AT + layer * Down::BYTES);
+  }
+  block.body_pieces = count;
+  block.head_pieces = list_pieces<Head>(block.head, HEADS_AT);
+}
+
+// All threads of the grid. Plain loads behind it see what was stored before it, by any block. Weights are ordered while
+// others are waited for.
+__device__ __forceinline__ void grid_barrier(Block& block, Stream& stream) {
   __syncthreads();
   if (threadIdx.x == 0) {
     block.target += CTAS;
     arrive(block.model.counter);
+  }
+  __syncwarp();
+  stream.issue();
+  if (threadIdx.x == 0) {
     u32 polls = 0;
     while (arrived(block.model.counter) < block.target) polled(polls);
   }
@@ -289,45 +314,51 @@ struct Split {
   }
 };
 
-// All threads of a block: the block's rows of a matrix times `tiles` tiles of columns.
-// Task:  const float* row(int column): its IN values, or null; float before(int column, int out): what the sum is added
-//        to, loaded early; void store(int column, int out, float sum, float before), of a paired matrix silu(first) times
-//        second; const float* gain(): of the norm, null without one; bool wanted(int tile): whether it has any column.
+// All threads of the grid: a barrier, if `waits`, then each block's rows of a matrix times `tiles` tiles of columns. What
+// does not depend on other blocks is done before the barrier.
+// Task:  const float* row(int column): where its IN values will be, or null; float before(int column, int out): what the
+//        sum is added to, which this block has stored itself; void store(int column, int out, float sum, float before), of a paired matrix silu(first) times
+//        second; const float* gain(): of the norm, null without one; int used(int tile): how many of the tile's columns,
+//        from the first, may have a row.
 template <class P, bool NORMED, class Task>
-__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
-  if (!P::mine()) return;
+__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task, bool waits = true) {
+  if (!P::mine()) {
+    if (waits) grid_barrier(block, stream);
+    return;
+  }
   Sums& sums = block.scratch.sums;
   const int quarter = lane_id() & 3, spot = lane_id() >> 2;
   const int first = warp_id() * P::UNITS * 32 + quarter * 8;
-  float gain[NORMED ? P::UNITS * 8 : 1];
-  if (NORMED) {
-#pragma unroll
-    for (int u = 0; u < P::UNITS; u++)
-      if (first + u * 32 < P::IN) load_eight(gain + u * 8, task.gain() + first + u * 32);
-  }
+  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS;
+#pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
-    const bool last_tile = tile == tiles - 1, wanted = task.wanted(tile);
-    const float* row = wanted ? task.row(tile * TILE + spot) : nullptr;
+    const bool last_tile = tile == tiles - 1;
+    const int used = task.used(tile);
+    const float* row = spot < used ? task.row(tile * TILE + spot) : nullptr;
+    float gain[NORMED ? P::UNITS * 8 : 1];
+    if (NORMED) {
+#pragma unroll
+      for (int u = 0; u < P::UNITS; u++) load_eight(gain + u * 8, task.gain() + min(first + u * 32, P::IN - 8));
+    }
+    const int my_column = tile * TILE + int(threadIdx.x) / OUTS, my_out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
+    const bool mine = int(threadIdx.x) < used * OUTS && my_out < P::OUT * OUTS / P::ROWS && task.row(my_column);
+    const float early = mine ? task.before(my_column, my_out) : 0;
+
+    if (waits && tile == 0) grid_barrier(block, stream);
+
     float value[P::UNITS * 8];
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
-      if (row && first + u * 32 < P::IN) {
+      if (row && (P::IN % (WARPS_A_BLOCK * 32) == 0 || first + u * 32 < P::IN)) {
         load_eight_fresh(value + u * 8, row + first + u * 32);
       } else {
 #pragma unroll
         for (int i = 0; i < 8; i++) value[u * 8 + i] = 0;
       }
     }
-    constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS;
-    float before[OUTS_A_THREAD];
-#pragma unroll
-    for (int i = 0; i < OUTS_A_THREAD; i++) {
-      const int index = i * THREADS + threadIdx.x, column = tile * TILE + index / OUTS, out = blockIdx.x * OUTS + index % OUTS;
-      const bool mine = wanted && index < TILE * OUTS && out < P::OUT * OUTS / P::ROWS && task.row(column);
-      before[i] = mine ? task.before(column, out) : 0;
-    }
-
-    float acc[P::GROUPS][4] = {}, squares = 0;
+    // Sums that do not wait for each other.
+    constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
+    float acc[P::GROUPS][CHAINS][4] = {}, squares = 0;
     const char* weights = nullptr;
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
@@ -336,25 +367,28 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         x[i] = value[u * 8 + i];
-        if (NORMED) squares += x[i] * x[i], x[i] *= first + u * 32 < P::IN ? gain[u * 8 + i] : 0;
+        if (NORMED) squares += x[i] * x[i], x[i] *= gain[u * 8 + i];
       }
       const Split a(x[0], x[1]), b(x[2], x[3]), c(x[4], x[5]), d(x[6], x[7]);
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
         const uint4 w = *reinterpret_cast<const uint4*>(weights + ((u % P::UNITS_A_PIECE) * P::GROUPS + g) * 512);
-        tensor_product(WEIGHT(), acc[g], a.high, a.low, b.high, b.low, w.x, w.y);
-        tensor_product(WEIGHT(), acc[g], c.high, c.low, d.high, d.low, w.z, w.w);
+        tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.high, a.low, b.high, b.low, w.x, w.y);
+        tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], c.high, c.low, d.high, d.low, w.z, w.w);
       }
-      if (last_tile && (u % P::UNITS_A_PIECE == P::UNITS_A_PIECE - 1 || u == P::UNITS - 1)) stream.release();
+      if (last_tile && (u % P::UNITS_A_PIECE == P::UNITS_A_PIECE - 1 || u == P::UNITS - 1)) stream.consumed++;
     }
-    if (!wanted) continue;  // the same for a whole block
+    if (used == 0) continue;  // the same for a whole block
 
     if (row) {
       const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
-        float* to = &sums.part[warp_id()][spot][g * 8 + quarter * 2];
-        to[0] = acc[g][0] * scale + acc[g][2] * low, to[1] = acc[g][1] * scale + acc[g][3] * low;
+        float2 both = make_float2(0, 0);
+#pragma unroll
+        for (int c = 0; c < CHAINS; c++)
+          both.x += acc[g][c][0] * scale + acc[g][c][2] * low, both.y += acc[g][c][1] * scale + acc[g][c][3] * low;
+        *reinterpret_cast<float2*>(&sums.part[warp_id()][spot][g * 8 + quarter * 2]) = both;
       }
     }
     if (NORMED) {
@@ -363,25 +397,25 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
       if (quarter == 0) sums.squares[warp_id()][spot] = squares;
     }
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < OUTS_A_THREAD; i++) {
-      const int index = i * THREADS + threadIdx.x, place = index / OUTS, column = tile * TILE + place;
-      const int local = index % OUTS, out = blockIdx.x * OUTS + local;
-      if (index >= TILE * OUTS || out >= P::OUT * OUTS / P::ROWS || !task.row(column)) continue;
+#pragma unroll 1
+    for (int index = threadIdx.x; index < used * OUTS; index += THREADS) {
+      const int place = index / OUTS, column = tile * TILE + place, local = index % OUTS, out = blockIdx.x * OUTS + local;
+      if (out >= P::OUT * OUTS / P::ROWS || !task.row(column)) continue;
       const int line = P::PAIRED ? local / 8 * 16 + local % 8 : local;
-      float sum[4] = {}, other[4] = {}, square[4] = {};
+      float sum[2] = {}, other[2] = {}, square[2] = {};
 #pragma unroll
       for (int w = 0; w < WARPS_A_BLOCK; w++) {
-        sum[w % 4] += sums.part[w][place][line];
-        if (P::PAIRED) other[w % 4] += sums.part[w][place][line + 8];
-        if (NORMED) square[w % 4] += sums.squares[w][place];
+        sum[w % 2] += sums.part[w][place][line];
+        if (P::PAIRED) other[w % 2] += sums.part[w][place][line + 8];
+        if (NORMED) square[w % 2] += sums.squares[w][place];
       }
-      float total = (sum[0] + sum[1]) + (sum[2] + sum[3]), up = (other[0] + other[1]) + (other[2] + other[3]);
+      float total = sum[0] + sum[1], up = other[0] + other[1];
       if (NORMED) {
-        const float inverse = 1 / sqrtf(((square[0] + square[1]) + (square[2] + square[3])) / P::IN + RMS_EPS);
+        const float inverse = rsqrtf((square[0] + square[1]) * (1.0f / P::IN) + RMS_EPS);
         total *= inverse, up *= inverse;
       }
-      task.store(column, out, P::PAIRED ? total / (1 + expf(-total)) * up : total, before[i]);
+      task.store(column, out, P::PAIRED ? __fdividef(total, 1 + expf(-total)) * up : total,
+                 index == int(threadIdx.x) ? early : task.before(column, out));
     }
     if (!last_tile) __syncthreads();
   }
@@ -389,14 +423,16 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
 
 struct Columns {
   const Block& block;
+  int columns;
   __device__ __forceinline__ bool active(int column) const { return block.position[column] >= 0; }
-  __device__ __forceinline__ bool wanted(int) const { return true; }
+  __device__ __forceinline__ int used(int tile) const { return min(columns - tile * TILE, TILE); }
+  __device__ __forceinline__ float before(int, int) const { return 0; }
+  __device__ __forceinline__ const float* gain() const { return nullptr; }
 };
 
 struct ProjectTask : Columns {
   __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
-  __device__ __forceinline__ const float* gain() const { return nullptr; }
-  __device__ __forceinline__ float before(int, int out) const { return block.model.bias[out]; }
+  __device__ __forceinline__ float before(int, int out) const { return __ldg(block.model.bias + out); }
   __device__ __forceinline__ void store(int column, int out, float sum, float before) const { block.model.inputs[column * H + out] = sum + before; }
 };
 
@@ -406,7 +442,6 @@ struct QkvTask : Columns {
     return active(column) ? (layer ? block.model.hidden : block.model.inputs) + column * H : nullptr;
   }
   __device__ __forceinline__ const float* gain() const { return block.model.input_norm + layer * H; }
-  __device__ __forceinline__ float before(int, int) const { return 0; }
   __device__ __forceinline__ void store(int column, int out, float sum, float) const {
     if (out < Q_WIDTH) {
       block.model.queries[column * Q_WIDTH + out] = sum;
@@ -422,7 +457,6 @@ struct QkvTask : Columns {
 struct OutTask : Columns {
   int layer;
   __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
-  __device__ __forceinline__ const float* gain() const { return nullptr; }
   __device__ __forceinline__ float before(int column, int out) const {
     return load_fresh((layer ? block.model.hidden : block.model.inputs) + column * H + out);
   }
@@ -433,58 +467,46 @@ struct GateUpTask : Columns {
   int layer;
   __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.hidden + column * H : nullptr; }
   __device__ __forceinline__ const float* gain() const { return block.model.post_norm + layer * H; }
-  __device__ __forceinline__ float before(int, int) const { return 0; }
   __device__ __forceinline__ void store(int column, int out, float product, float) const { block.model.activated[column * INTER + out] = product; }
 };
 
 struct DownTask : Columns {
   __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
-  __device__ __forceinline__ const float* gain() const { return nullptr; }
   __device__ __forceinline__ float before(int column, int out) const { return load_fresh(block.model.hidden + column * H + out); }
   __device__ __forceinline__ void store(int column, int out, float sum, float before) const { block.model.hidden[column * H + out] = before + sum; }
 };
 
-// The heads of a verify pass: each column its own.
-struct TargetHeadTask : Columns {
+// One head, for the entries that want it; `columns` counts entries.
+struct HeadTask : Columns {
   int head;
-  __device__ __forceinline__ bool wanted(int tile) const {
-    bool any = false;
-    for (int i = 0; i < TILE; i++) any |= block.position[tile * TILE + i] == head + 1;
-    return any;
+  float* logits;
+  __device__ __forceinline__ const float* row(int entry) const {
+    return block.head_of[entry] == head ? block.model.hidden + block.source_of[entry] * H : nullptr;
   }
-  __device__ __forceinline__ const float* row(int column) const {
-    return block.position[column] == head + 1 ? block.model.hidden + column * H : nullptr;
-  }
-  __device__ __forceinline__ const float* gain() const { return block.model.final_norm; }
-  __device__ __forceinline__ float before(int, int) const { return 0; }
-  __device__ __forceinline__ void store(int column, int out, float sum, float) const { block.model.logits[column * V + out] = sum; }
-};
-
-// The heads of the drafts: "column" is a row of the batch, which reads one hidden state for several depths.
-struct DraftHeadTask : Columns {
-  int head, drafts;
-  __device__ __forceinline__ bool wanted(int) const { return true; }
-  __device__ __forceinline__ const float* row(int row) const {
-    const int entry = head - block.first_head[row];
-    return block.source[row] >= 0 && entry >= 0 && entry < drafts && head < G - 2 ? block.model.hidden + block.source[row] * H : nullptr;
+  __device__ __forceinline__ int used(int tile) const {
+    const u32 wanted = __ballot_sync(ALL_LANES, lane_id() < TILE && tile * TILE + lane_id() < columns && block.head_of[tile * TILE + (lane_id() & 7)] == head);
+    return 32 - __clz(wanted);
   }
   __device__ __forceinline__ const float* gain() const { return block.model.final_norm; }
-  __device__ __forceinline__ float before(int, int) const { return 0; }
-  __device__ __forceinline__ void store(int row, int out, float sum, float) const {
-    block.model.draft_logits[(row * drafts + head - block.first_head[row]) * V + out] = sum;
-  }
+  __device__ __forceinline__ void store(int entry, int out, float sum, float) const { logits[entry * V + out] = sum; }
 };
 
 // ------------------------------------------------------------------------------------------------------------ attention
 
-// A lane's values of one head: normed with its gain, not yet divided by the root, and rotated.
+// A lane's values of one head: multiplied by the gain of its norm, not by the inverse root, and rotated.
 struct HeadVector {
   static constexpr int PER_LANE = HEAD_DIM / 32;
   float value[PER_LANE], squares;
 
   __device__ __forceinline__ void load(const float* from) {
+    from += lane_id() * PER_LANE;
+    if (PER_LANE == 4) {
+      const float4 four = load_fresh(reinterpret_cast<const float4*>(from));
+      value[0] = four.x, value[1] = four.y, value[PER_LANE - 2] = four.z, value[PER_LANE - 1] = four.w;
+    } else {
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) value[i] = load_fresh(from + lane_id() * PER_LANE + i);
+      for (int i = 0; i < PER_LANE; i++) value[i] = load_fresh(from + i);
+    }
   }
   __device__ __forceinline__ void turn(const float* gain, const float* rotary) {
     squares = 0;
@@ -507,36 +529,40 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
   constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;
   const Model& model = block.model;
   const int team = warp_id() / 4, member = warp_id() % 4, thread = threadIdx.x % 128;
-  const float* gains = model.head_norm + layer * (HEADS + KV_HEADS) * HEAD_DIM;
-  for (int first = 0; first < columns * HEADS; first += CTAS * TEAMS) {
-    const int task = first + team * CTAS + blockIdx.x, column = task / HEADS, head = task % HEADS;
+  const float* gains = block.head_norm + layer * 2 * HEAD_DIM;
+#pragma unroll 1
+  for (int first = blockIdx.x; first < columns * HEADS; first += CTAS * TEAMS) {
+    const int task = first + team * CTAS, column = task / HEADS, head = task % HEADS;
     const int position = task < columns * HEADS ? block.position[column] : -1;
     float* scores = block.scratch.scores.of_team[team];
     float value[G];
     if (position >= 0) {
       const int kv = head / (HEADS / KV_HEADS);
       const u64 cache = u64((layer * MAX_BATCH + column / width) * G) * KV_WIDTH + kv * HEAD_DIM;
-#pragma unroll
-      for (int p = 0; p < G; p++)
-        value[p] = p <= position && thread < HEAD_DIM ? load_fresh(model.values + cache + p * KV_WIDTH + thread) : 0;
       HeadVector key[EACH], query;
       query.load(model.queries + column * Q_WIDTH + head * HEAD_DIM);
 #pragma unroll
       for (int i = 0; i < EACH; i++)
         if (member + 4 * i <= position) key[i].load(model.keys + cache + (member + 4 * i) * KV_WIDTH);
-      query.turn(gains + head * HEAD_DIM, model.rotary + position * HEAD_DIM);
-      const float query_root = 1 / sqrtf(warp_sum(query.squares) / HEAD_DIM + RMS_EPS);
+#pragma unroll
+      for (int p = 0; p < G; p++)
+        value[p] = p <= position && thread < HEAD_DIM ? load_fresh(model.values + cache + p * KV_WIDTH + thread) : 0;
+      query.turn(gains, block.rotary + position * HEAD_DIM);
+      const float query_root = rsqrtf(warp_sum(query.squares) * (1.0f / HEAD_DIM) + RMS_EPS);
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
         const int p = member + 4 * i;
-        if (p > position) continue;
-        key[i].turn(gains + (HEADS + kv) * HEAD_DIM, model.rotary + p * HEAD_DIM);
-        float product = 0;
+        if (p > position) break;
+        key[i].turn(gains + HEAD_DIM, block.rotary + p * HEAD_DIM);
+        float product = 0, squares = key[i].squares;
 #pragma unroll
         for (int j = 0; j < HeadVector::PER_LANE; j++) product += query.value[j] * key[i].value[j];
-        product = warp_sum(product);
-        const float key_root = 1 / sqrtf(warp_sum(key[i].squares) / HEAD_DIM + RMS_EPS);
-        if (lane_id() == 0) scores[p] = product * query_root * key_root;
+#pragma unroll
+        for (int step = 16; step; step >>= 1) {
+          product += __shfl_xor_sync(ALL_LANES, product, step);
+          squares += __shfl_xor_sync(ALL_LANES, squares, step);
+        }
+        if (lane_id() == 0) scores[p] = product * query_root * rsqrtf(squares * (1.0f / HEAD_DIM) + RMS_EPS);
       }
     }
     __syncthreads();
@@ -550,7 +576,7 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
       float mixed = 0;
 #pragma unroll
       for (int p = 0; p < G; p++) mixed += __shfl_sync(ALL_LANES, p < 32 ? share : more, p & 31) * value[p];
-      if (thread < HEAD_DIM) model.mixed[column * Q_WIDTH + head * HEAD_DIM + thread] = mixed / total;
+      if (thread < HEAD_DIM) model.mixed[column * Q_WIDTH + head * HEAD_DIM + thread] = __fdividef(mixed, total);
     }
     __syncthreads();
   }
@@ -561,49 +587,44 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
 template <bool PROJECTED>
 __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns, int width) {
   const int tiles = (columns + TILE - 1) / TILE;
+  const Columns all{block, columns};
   if (PROJECTED) {
-    multiply<Projection, false>(block, stream, tiles, ProjectTask{{block}});
-    grid_barrier(block);
+    multiply<Projection, false>(block, stream, tiles, ProjectTask{all});
   }
+#pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    multiply<Qkv, true>(block, stream, tiles, QkvTask{{block}, layer, width});
-    grid_barrier(block);
+    multiply<Qkv, true>(block, stream, tiles, QkvTask{all, layer, width});
+    grid_barrier(block, stream);
     attend(block, layer, columns, width);
-    grid_barrier(block);
-    multiply<Out, false>(block, stream, tiles, OutTask{{block}, layer});
-    grid_barrier(block);
-    multiply<GateUp, true>(block, stream, tiles, GateUpTask{{block}, layer});
-    grid_barrier(block);
-    multiply<Down, false>(block, stream, tiles, DownTask{{block}});
-    grid_barrier(block);
+    multiply<Out, false>(block, stream, tiles, OutTask{all, layer});
+    multiply<GateUp, true>(block, stream, tiles, GateUpTask{all, layer});
+    multiply<Down, false>(block, stream, tiles, DownTask{all});
   }
 }
 
-__device__ __forceinline__ void run_target_heads(Block& block, Stream& stream, u32 heads, int columns) {
-  const int tiles = (columns + TILE - 1) / TILE;
+// All threads of the grid: a barrier, the heads of a set, for the entries that want them.
+__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int entries, float* logits) {
+  bool first = true;
+#pragma unroll 1
   for (; heads; heads &= heads - 1) {
-    multiply<Head, true>(block, stream, tiles, TargetHeadTask{{block}, __ffs(heads) - 1});
+    multiply<Head, true>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, entries}, __ffs(heads) - 1, logits}, first);
     __syncthreads();
+    if (heads & (heads - 1)) stream.issue();
+    first = false;
   }
-  grid_barrier(block);
+  grid_barrier(block, stream);
 }
 
 // All threads of a block: the state that the kernel begins with.
-__device__ __forceinline__ void begin(Block& block, const u64* addresses) {
+__device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, bool projected) {
   u64* words = reinterpret_cast<u64*>(&block.model);
   for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += THREADS) words[i] = addresses[i];
-  if (threadIdx.x == 0) block.target = 0;
+  for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) block.position[i] = -1;
+  if (threadIdx.x == 0) block.target = 0, list_body(block, projected);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const Model& model = block.model;
-    block.sources[PROJECTION].set<Projection>(model.projection);
-    block.sources[QKV].set<Qkv>(model.qkv);
-    block.sources[OUT].set<Out>(model.o);
-    block.sources[GATE_UP].set<GateUp>(model.gate_up);
-    block.sources[DOWN].set<Down>(model.down);
-    block.sources[HEAD].set<Head>(model.heads);
-  }
-  for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) block.position[i] = block.source[i] = -1;
+  for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += THREADS) block.head_norm[i] = block.model.head_norm[i];
+  for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) block.rotary[i] = block.model.rotary[i];
+  if (int(threadIdx.x) < batch && block.model.requests) block.request[threadIdx.x] = block.model.requests[threadIdx.x];
   __syncthreads();
 }
 
@@ -616,9 +637,10 @@ __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth
   return depth == 0 ? model.talker_table + u64(code) * HT : model.tables + (u64(depth - 1) * V + code) * HT;
 }
 
-__device__ __noinline__ void select_entry(Block& block, const float* logits, int row, int depth, int use, float* law, int* codes, int entry) {
-  const Request request = block.model.requests[row];
-  select_sample_part::select_row(block.scratch.select, logits, request, depth, G - 1, use, law, codes, entry, block.model.errors, row);
+// The code stands in `block.pick`.
+__device__ __noinline__ void select_entry(Block& block, const float* logits, int row, int depth, int use, float* law) {
+  const Request request = block.request[row];
+  select_sample_part::select_row(block.scratch.select, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
   __syncthreads();
 }
 
@@ -629,51 +651,56 @@ __device__ __noinline__ void accept_entry(Block& block, int row, int drafts, int
   __syncthreads();
 }
 
-// One thread: commits the pick of a pass of one position.
-__device__ __forceinline__ void commit(const Model& model, int row, int depth, int state, bool record) {
-  model.codes[row * G + depth] = model.picks[row];
+// One thread: commits the pick of a pass without drafts; round 0 is the prefill, which is not recorded.
+__device__ __forceinline__ void commit(const Model& model, int row, int depth, int state, int pick, int round) {
+  model.codes[row * G + depth] = pick;
   model.last[row] = depth;
   model.states[row] = state;
-  if (!record) return;
-  const int round = model.rounds[row];
-  int* entry = model.history + (row * G + round) * 3;
+  model.rounds[row] = round;
+  if (round == 0) return;
+  int* entry = model.history + (row * G + round - 1) * 3;
   entry[0] = depth, entry[1] = 0, entry[2] = 0;
-  model.rounds[row] = round + 1;
 }
 
-// All threads of a block: what the next round does, from the state in device memory. Sets `finished`.
-__device__ __forceinline__ void plan_round(Block& block, int batch, int drafts, int width_before) {
+// All threads of a block: the columns of the next round, from the state in device memory. Sets `finished`.
+__device__ __forceinline__ void plan_round(Block& block, int batch, int drafts) {
   const Model& model = block.model;
-  __syncthreads();
   if (threadIdx.x == 0) block.finished = 1;
   __syncthreads();
   const int width = drafts + 1;
   for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) {
     const int row = i / width, offset = i % width, last = row < batch ? load_fresh(model.last + row) : G;
-    const int drafted = min(drafts, G - 2 - last);
-    block.position[i] = last < G - 1 && offset <= drafted ? last + 1 + offset : -1;
+    block.position[i] = last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1;
     if (last < G - 1) block.finished = 0;
-  }
-  if (int(threadIdx.x) < batch) {
-    const int row = threadIdx.x, last = load_fresh(model.last + row);
-    block.first_head[row] = last;
-    block.source[row] = last < G - 1 ? row * width_before + load_fresh(model.states + row) : -1;
+    if (offset == 0 && row < batch) block.first_head[row] = last, block.state[row] = load_fresh(model.states + row);
   }
   __syncthreads();
 }
 
-// All threads: the heads that the columns of the pass need, and those that its drafts need.
-__device__ __forceinline__ u32 target_heads(const Block& block, int columns) {
+// All lanes: the heads that the columns of a pass need.
+__device__ __forceinline__ u32 set_of_targets(const Block& block, int columns) {
   u32 heads = 0;
   for (int i = lane_id(); i < columns; i += 32)
     if (block.position[i] > 0) heads |= 1u << (block.position[i] - 1);
   return warp_or(heads);
 }
-__device__ __forceinline__ u32 draft_heads_of(const Block& block, int batch, int drafts) {
+
+// All threads of a block: the heads of the pass, each column its own; returns the set.
+__device__ __forceinline__ u32 list_target_heads(Block& block, int columns) {
+  for (int i = threadIdx.x; i < columns; i += THREADS) block.head_of[i] = block.position[i] - 1, block.source_of[i] = i;
+  __syncthreads();
+  return set_of_targets(block, columns);
+}
+
+// All threads of a block: the heads of the drafts, several for the state of a row's last committed code.
+__device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int drafts, int width_before) {
   u32 heads = 0;
-  if (lane_id() < batch && block.source[lane_id()] >= 0)
-    for (int i = 0; i < drafts; i++)
-      if (block.first_head[lane_id()] + i < G - 2) heads |= 1u << (block.first_head[lane_id()] + i);
+  for (int i = lane_id(); i < batch * drafts; i += 32) {
+    const int row = i / drafts, wanted = block.first_head[row] + i % drafts, head = wanted < G - 2 ? wanted : -1;
+    if (head >= 0) heads |= 1u << head;
+    if (warp_id() == 0) block.head_of[i] = head, block.source_of[i] = row * width_before + block.state[row];
+  }
+  __syncthreads();
   return warp_or(heads);
 }
 
@@ -682,87 +709,81 @@ KERNEL __launch_bounds__(THREADS, 1) fused_frame(const u64* addresses, int batch
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   const int cta = blockIdx.x;
-  begin(block, addresses);
+  begin(block, addresses, batch, true);
   Stream stream(block, memory + BLOCK_BYTES);
   stream.push(BODY);
   stream.push(1u);
 
   // Prefill: the Talker's state and its code.
   if (int(threadIdx.x) < 2 * batch) block.position[threadIdx.x] = threadIdx.x & 1;
+  __syncthreads();
   if (cta < batch) {
-    if (threadIdx.x == 0) model.last[cta] = 0, model.rounds[cta] = 0, model.errors[cta] = 0x7F7F7F7F;
+    if (threadIdx.x == 0) model.errors[cta] = 0x7F7F7F7F;
     float* to = (HAS_PROJECTION ? model.embeds : model.inputs) + cta * 2 * HT;
     for (int i = threadIdx.x; i < HT; i += THREADS) to[i] = model.talker_hidden[cta * HT + i];
     embed(block, cta * 2 + 1, embedding(model, 0, model.codes[cta * G]));
   }
-  grid_barrier(block);
-  run_pass<HAS_PROJECTION>(block, stream, 2 * batch, 2);
-  // Without drafts the next pass is known: its weights may come.
-  if (drafts == 0 && G > 2) stream.push(BODY), stream.push(2u);
-  run_target_heads(block, stream, 1u, 2 * batch);
-  if (cta < batch) {
-    select_entry(block, model.logits + (cta * 2 + 1) * V, cta, 1, USE_TARGET, nullptr, model.picks, cta);
-    if (threadIdx.x == 0) commit(model, cta, 1, 1, false);
-    embed(block, cta * (drafts + 1), embedding(model, 1, model.picks[cta]));
-  }
-  grid_barrier(block);
 
-  const int width = drafts + 1, columns = batch * width;
-  for (int round = 1, width_before = 2;; round++, width_before = width) {
-    plan_round(block, batch, drafts, width_before);
-    if (block.finished) break;
-    const u32 heads = target_heads(block, columns);
-    if (drafts) {
-      const u32 for_drafts = draft_heads_of(block, batch, drafts);
-      if (for_drafts) {
-        stream.push(for_drafts);
-        stream.push(BODY);
-        stream.push(heads);
-        for (u32 left = for_drafts; left; left &= left - 1) {
-          multiply<Head, true>(block, stream, 1, DraftHeadTask{{block}, __ffs(left) - 1, drafts});
-          __syncthreads();
-        }
-        grid_barrier(block);
-        for (int entry = cta; entry < batch * drafts; entry += CTAS) {
-          const int row = entry / drafts, depth = block.first_head[row] + 1 + entry % drafts;
-          if (block.source[row] < 0 || depth > G - 2) continue;
-          select_entry(block, model.draft_logits + entry * V, row, depth, coupled ? USE_TARGET : USE_DRAFT,
-                       coupled ? nullptr : model.draft_laws + entry * V, model.drafts, entry);
-          embed(block, row * width + 1 + entry % drafts, embedding(model, depth, model.drafts[entry]));
-        }
-        grid_barrier(block);
+  const int full = drafts + 1;
+#pragma unroll 1
+  for (int round = 0;; round++) {
+    const int width = round == 0 ? 2 : full, columns = batch * width;
+    const bool plain = drafts == 0 || round == 0;
+    if (round > 0) {
+      plan_round(block, batch, drafts);
+      if (block.finished) break;
+    }
+    // First the drafts, then the pass that verifies them; each ends in heads and picks.
+#pragma unroll 1
+    for (int verifying = plain; verifying < 2; verifying++) {
+      u32 heads;
+      if (verifying) {
+        // Without drafts the next pass is known: its weights may come.
+        if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
+        run_pass<HAS_PROJECTION>(block, stream, columns, width);
+        heads = list_target_heads(block, columns);
       } else {
+        heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
+        if (heads) stream.push(heads);
         stream.push(BODY);
-        stream.push(heads);
+        stream.push(set_of_targets(block, columns));
+        if (!heads) continue;
       }
-    }
-    run_pass<HAS_PROJECTION>(block, stream, columns, width);
-    if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(1u << (round + 1));
-    run_target_heads(block, stream, heads, columns);
-    for (int entry = cta; entry < columns; entry += CTAS) {
-      if (block.position[entry] < 0) continue;
-      const int row = entry / width, depth = block.position[entry];
-      select_entry(block, model.logits + entry * V, row, depth, USE_TARGET, drafts && !coupled ? model.laws + entry * V : nullptr,
-                   model.picks, entry);
-      if (drafts == 0) {
-        if (threadIdx.x == 0) commit(model, row, depth, 0, true);
-        if (depth < G - 1) embed(block, row, embedding(model, depth, model.picks[row]));
+      const int entries = verifying ? columns : batch * drafts;
+      float* const logits = verifying ? model.logits : model.draft_logits;
+      run_heads(block, stream, heads, entries, logits);
+
+      const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
+      float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;
+      int* const codes = verifying ? model.picks : model.drafts;
+#pragma unroll 1
+      for (int entry = cta; entry < entries; entry += CTAS) {  // a block an entry
+        const int depth = block.head_of[entry] + 1, row = entry / a_row;
+        if (depth == 0) continue;
+        select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
+        const int code = block.pick;
+        if (threadIdx.x == 0) codes[entry] = code;
+        if (plain && threadIdx.x == 0) commit(model, row, depth, width - 1, code, round);
+        if ((plain || !verifying) && depth < G - 1)
+          embed(block, verifying ? row * full : row * full + 1 + entry % drafts, embedding(model, depth, code));
       }
+      // The next pass begins with a barrier, and a round that is planned needs one before.
+      if (verifying) grid_barrier(block, stream);
     }
-    grid_barrier(block);
-    if (drafts == 0) continue;
-    if (cta < batch && block.source[cta] >= 0) {
+    if (plain) continue;
+    if (cta < batch && block.first_head[cta] < G - 1) {
       accept_entry(block, cta, drafts, coupled);
       const int last = model.last[cta];
-      if (last < G - 1) embed(block, cta * width, embedding(model, last, model.codes[cta * G + last]));
+      if (last < G - 1) embed(block, cta * full, embedding(model, last, model.codes[cta * G + last]));
     }
-    grid_barrier(block);
+    grid_barrier(block, stream);
   }
 
   // The Talker's next input, added in the order of the depths.
   for (int i = cta * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
     const int row = i / HT, channel = i % HT;
     float sum = 0;
+#pragma unroll
     for (int depth = 0; depth < G; depth++) {
       const float value = to_float(embedding(model, depth, load_fresh(model.codes + row * G + depth))[channel]);
       sum = depth ? sum + value : value;
@@ -777,20 +798,21 @@ KERNEL __launch_bounds__(THREADS, 1) fused_pass(const u64* addresses, const floa
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const int columns = batch * width;
-  begin(block, addresses);
+  begin(block, addresses, batch, false);
   if (threadIdx.x == 0) block.model.inputs = const_cast<float*>(inputs);
   for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i];
   __syncthreads();
   Stream stream(block, memory + BLOCK_BYTES);
-  stream.product = HAS_PROJECTION;  // the rows come projected
   stream.push(BODY);
   run_pass<false>(block, stream, columns, width);
+  grid_barrier(block, stream);
+#pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {
     if (block.position[column] < 0) continue;
     const float* row = block.model.hidden + column * H;
     float squares = 0;
     for (int i = lane_id(); i < H; i += 32) squares += load_fresh(row + i) * load_fresh(row + i);
-    const float inverse = 1 / sqrtf(warp_sum(squares) / H + RMS_EPS);
+    const float inverse = rsqrtf(warp_sum(squares) / H + RMS_EPS);
     for (int i = lane_id(); i < H; i += 32) states[column * H + i] = load_fresh(row + i) * inverse * block.model.final_norm[i];
   }
 }

@@ -25,8 +25,7 @@ from .nvrtc import Call, KernelLibrary
 from .runtime import GRAPH_DATA_FILE, WEIGHT_INDEX
 from .tensorfile import TensorFile
 
-THREADS = 512
-WARPS = THREADS // 32
+THREADS = 256
 MAX_BATCH = 8
 MIN_COMPUTE_CAPABILITY = (8, 0)
 UNIT = 32
@@ -149,7 +148,9 @@ class FusedPlan:
         products, warps = list(self.products.values()), self.threads // 32
         rows = max(product.groups for product in products) * 8
         sums = warps * 8 * (rows + _PADDING + 1) * 4
-        free = self.shared_bytes - _RESERVED_BYTES - max(sums, _SELECT_BYTES)
+        d = self.spec.decoder
+        constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
+        free = self.shared_bytes - _RESERVED_BYTES - constants - max(sums, _SELECT_BYTES)
         for slots in range(_MAX_SLOTS, 1, -1):
             slot_bytes = free // (warps * slots) // _UNIT_BYTES * _UNIT_BYTES
             pieces = [product.pieces(slot_bytes) for product in products]
@@ -210,7 +211,7 @@ class FusedPlan:
 
 
 MODEL_FIELDS = (
-    "projection", "qkv", "o", "gate_up", "down", "heads", "bias", "input_norm", "post_norm", "final_norm", "head_norm",
+    "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm",
     "rotary", "talker_table", "tables", "embeds", "inputs", "hidden", "queries", "keys", "values", "mixed", "activated",
     "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts", "last", "states", "counter", "requests",
     "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
@@ -239,33 +240,34 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
     side = {name: TensorFile(folder / f"{name}.safetensors") for name in ("lm_heads", "codec_embeddings")}
     depths = range(plan.spec.num_code_groups - 1)
 
-    def packed(name: str, parts: Iterable[Words]) -> Words:
-        product = products[name]
-        return np.stack([product.pack(part) for part in parts])
+    def packed(name: str, parts: Iterable[Words]) -> list[Words]:
+        return [products[name].pack(part).reshape(-1) for part in parts]
 
     def stacked(suffix: str) -> NDArray[np.float32]:
         return np.stack([weights.vector(f"layers.{layer}.{suffix}") for layer in layers])
 
+    projection = TensorFile(folder / "small_to_mtp_projection.safetensors") if plan.projected else None
+    parts = [
+        *(packed("projection", [_bits(projection.rows("weight").stored)]) if projection else []),
+        *packed("qkv", (weights.matrix(f"layers.{i}.self_attn.q_proj.weight+k_proj+v_proj") for i in layers)),
+        *packed("o", (weights.matrix(f"layers.{i}.self_attn.o_proj.weight") for i in layers)),
+        *packed("gate_up", (_paired(weights.matrix(f"layers.{i}.mlp.gate_proj.weight+up_proj")) for i in layers)),
+        *packed("down", (weights.matrix(f"layers.{i}.mlp.down_proj.weight") for i in layers)),
+        *packed("heads", (_bits(side["lm_heads"].rows(f"lm_head_{i}.weight").stored) for i in depths)),
+    ]
     arrays: dict[str, NDArray[Any]] = {
-        "qkv": packed("qkv", (weights.matrix(f"layers.{i}.self_attn.q_proj.weight+k_proj+v_proj") for i in layers)),
-        "o": packed("o", (weights.matrix(f"layers.{i}.self_attn.o_proj.weight") for i in layers)),
-        "gate_up": packed(
-            "gate_up", (_paired(weights.matrix(f"layers.{i}.mlp.gate_proj.weight+up_proj")) for i in layers)
-        ),
-        "down": packed("down", (weights.matrix(f"layers.{i}.mlp.down_proj.weight") for i in layers)),
-        "heads": packed("heads", (_bits(side["lm_heads"].rows(f"lm_head_{i}.weight").stored) for i in depths)),
+        "weights": np.concatenate(parts),
         "input_norm": stacked("input_layernorm.weight"),
         "post_norm": stacked("post_attention_layernorm.weight"),
         "final_norm": weights.vector("norm.weight"),
-        "head_norm": stacked("self_attn.qk_norm"),
+        # All query heads share a row, and all key heads.
+        "head_norm": stacked("self_attn.qk_norm")[:, [0, -1]],
         "rotary": plan.rotary(),
         "talker_table": _bits(TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored),
         "tables": np.stack([_bits(side["codec_embeddings"].rows(f"embedding_{i}").stored) for i in depths]),
     }
-    if plan.projected:
-        file = TensorFile(folder / "small_to_mtp_projection.safetensors")
-        arrays["projection"] = packed("projection", [_bits(file.rows("weight").stored)])
-        arrays["bias"] = file.read("bias")
+    if projection:
+        arrays["bias"] = projection.read("bias")
     return arrays
 
 

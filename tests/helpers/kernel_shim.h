@@ -255,6 +255,8 @@ T from_slot(uint64_t raw) {
 
 struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -317,6 +319,7 @@ inline float __uint_as_float(unsigned bits) { return shim::from_slot<float>(bits
 inline long long __double_as_longlong(double value) { return shim::from_slot<long long>(shim::to_slot(value)); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 template <class T>
 T max(T a, T b) { return a > b ? a : b; }
