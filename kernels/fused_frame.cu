@@ -18,16 +18,17 @@
 // inverse root the sum.
 //
 // Weights do not depend on activations: each warp streams its own through a ring in shared memory, which it fills again
-// as it empties, across the grid barriers. Every lane copies exactly the bytes that it later reads.
+// as it empties, across the grid barriers, by the copy engine where there is one.
 
 // ---------------------------------------------------------------------------------------------------------- intrinsics
 
 #ifdef HOST_SHIM
 #define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
-__device__ __forceinline__ void copy_16(void* to, const void* from) { std::memcpy(to, from, 16); }
-__device__ __forceinline__ void copies_commit() {}
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {}
+#define BULK_COPIES 1
+__device__ __forceinline__ void arrival_init(u64* arrival) { *arrival = 0; }
+__device__ __forceinline__ void arrivals_ready() {}
+__device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { std::memcpy(to, from, bytes), ++*arrival; }
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { return (*arrival & 1) != parity; }
 __device__ __forceinline__ void arrive(u32* counter) { ++*counter; }
 __device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); return *counter; }
 __device__ __forceinline__ float load_fresh(const float* from) { return *from; }
@@ -41,7 +42,14 @@ template <class T>
 __device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { shim_tensor_product<T>(sums, a0, a1, a2, a3, b0, b1); }
 #else
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
-// Around L1, into shared memory, without a register.
+#define BULK_COPIES (__CUDA_ARCH__ >= 900)
+// The copy engine: one thread orders any number of bytes, whose arrival flips the parity of a barrier.
+__device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvta_generic_to_shared(of)); }
+__device__ __forceinline__ void arrival_init(u64* arrival) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory"); }
+__device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { u32 done; asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(shared_address(arrival)), "r"(parity) : "memory"); return done; }
+// Before compute capability 9.0: around L1, into shared memory, 16 bytes a lane.
 __device__ __forceinline__ void copy_16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory"); }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -180,6 +188,7 @@ struct Block {
   int pick;
   int finished;
   u32 target;  // of the grid barrier
+  u64 arrival[WARPS_A_BLOCK][SLOTS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   union Scratch {
     __device__ Scratch() {}
@@ -199,14 +208,17 @@ constexpr u32 BODY = 0;  // of the queue; anything else is a set of heads
 
 // A warp's weights on their way: pieces are issued in the order in which they will be used.
 struct Stream {
-  const Block& block;
-  char* ring;  // this lane's bytes of the first slot
+  Block& block;
+  char* ring;  // the first slot
   u32 issued = 0, consumed = 0;
   u32 queue[4] = {};
   int queued = 0, index = 0;
 
-  __device__ __forceinline__ Stream(const Block& block, char* ring)
-      : block(block), ring(ring + warp_id() * SLOTS * SLOT_BYTES + lane_id() * 16) {}
+  __device__ __forceinline__ Stream(Block& block, char* ring) : block(block), ring(ring + warp_id() * SLOTS * SLOT_BYTES) {
+    if (lane_id() < SLOTS) arrival_init(&block.arrival[warp_id()][lane_id()]);
+    arrivals_ready();
+    __syncwarp();
+  }
 
   // Says what will be used behind all that was said before; grid_barrier() issues it.
   __device__ __forceinline__ void push(u32 what) {
@@ -216,17 +228,21 @@ struct Stream {
   }
 
   __device__ __forceinline__ void issue() {
+    __syncwarp();  // all lanes have read what is overwritten
     while (queued && issued - consumed < SLOTS) {
       const bool body = queue[0] == BODY;
       if (index < (body ? block.body_pieces : block.head_pieces)) {
         const Piece piece = (body ? block.body : block.head)[index];
         const u64 skipped = body ? 0 : u64(__ffs(queue[0]) - 1) * Head::BYTES;
-        const char* from = block.model.weights + skipped + u64(piece.offset + warp_id() * (piece.warp_stride_and_chunks >> 8)) * 16 + lane_id() * 16;
+        const char* from = block.model.weights + skipped + u64(piece.offset + warp_id() * (piece.warp_stride_and_chunks >> 8)) * 16;
         char* to = ring + (issued % SLOTS) * SLOT_BYTES;
         const int chunks = piece.warp_stride_and_chunks & 255;
-#pragma unroll 4
-        for (int i = 0; i < chunks; i++) copy_16(to + i * 512, from + i * 512);
+#if BULK_COPIES
+        if (lane_id() == 0) copy_bulk(to, from, chunks * 512, &block.arrival[warp_id()][issued % SLOTS]);
+#else
+        for (int i = 0; i < chunks; i++) copy_16(to + i * 512 + lane_id() * 16, from + i * 512 + lane_id() * 16);
         copies_commit();
+#endif
         issued++, index++;
       }
       if (index >= (body ? block.body_pieces : block.head_pieces)) next();
@@ -243,14 +259,20 @@ struct Stream {
     queued--;
   }
 
-  // Waits for piece `ahead` behind the one that is to be released next, and returns where it lies.
+  // Waits for piece `ahead` behind the one that is to be released next, and returns where this lane's bytes of it lie.
   __device__ __forceinline__ const char* wait(int ahead) const {
-    const u32 later = issued - consumed - ahead - 1;
+    const u32 piece = consumed + ahead;
+#if BULK_COPIES
+    while (!arrived_by(&block.arrival[warp_id()][piece % SLOTS], piece / SLOTS & 1)) {
+    }
+#else
+    const u32 later = issued - piece - 1;
     if (later == 0) copies_wait<0>();
     else if (later == 1) copies_wait<1>();
     else if (later == 2) copies_wait<2>();
     else copies_wait<3>();
-    return ring + ((consumed + ahead) % SLOTS) * SLOT_BYTES;
+#endif
+    return ring + (piece % SLOTS) * SLOT_BYTES + lane_id() * 16;
   }
 
 };
