@@ -8,7 +8,7 @@
 //          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
 //          position i of a row; W <= 8, B <= MAX_BATCH.
 //          keys and values [LAYERS, MAX_BATCH, G, KV_HEADS * HEAD_DIM] f32, not yet normed and rotated.
-// Launch   cooperative, grid (CTAS), block THREADS, SHARED_BYTES of dynamic shared memory. counter[0] must be 0.
+// Launch   cooperative, grid (CTAS), block THREADS + 32, SHARED_BYTES of dynamic shared memory. counter[0] must be 0.
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
 //
 // Every product is a [16 x 16] x [16 x 8] tensor-core product whose 16 rows are 8 positions twice: the high and the low
@@ -17,18 +17,23 @@
 // dimension; the slices are added in one fixed order. RMSNorm is folded in: the gain multiplies the activation, the
 // inverse root the sum.
 //
-// Weights do not depend on activations: each warp streams its own through a ring in shared memory, which it fills again
-// as it empties, across the grid barriers, by the copy engine where there is one.
+// Weights do not depend on activations: one warp more than THREADS streams them through a ring in shared memory, across
+// the grid barriers, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what
+// queues in the memory system stands before the activations and the barriers, which everyone waits for.
 
 // ---------------------------------------------------------------------------------------------------------- intrinsics
 
 #ifdef HOST_SHIM
 #define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
 #define BULK_COPIES 1
-__device__ __forceinline__ void arrival_init(u64* arrival) { *arrival = 0; }
+__device__ __forceinline__ void arrival_init(u64* arrival, u32) { *arrival = 0; }
 __device__ __forceinline__ void arrivals_ready() {}
+template <class T>
+__device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
+__device__ __forceinline__ void sync_block() { shim::block_barrier(); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { std::memcpy(to, from, bytes), ++*arrival; }
-__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { return (*arrival & 1) != parity; }
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { if ((*arrival & 1) == parity) shim::spin(); return (*arrival & 1) != parity; }
+__device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
 __device__ __forceinline__ void arrive(u32* counter) { ++*counter; }
 __device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); return *counter; }
 __device__ __forceinline__ float load_fresh(const float* from) { return *from; }
@@ -45,15 +50,26 @@ __device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 
 #define BULK_COPIES (__CUDA_ARCH__ >= 900)
 // The copy engine: one thread orders any number of bytes, whose arrival flips the parity of a barrier.
 __device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvta_generic_to_shared(of)); }
-__device__ __forceinline__ void arrival_init(u64* arrival) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory"); }
+__device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(arrival)), "r"(arrivals) : "memory"); }
+template <class T>
+__device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
+__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
+#if BULK_COPIES
 __device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }
 __device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { u32 done; asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(shared_address(arrival)), "r"(parity) : "memory"); return done; }
-// Before compute capability 9.0: around L1, into shared memory, 16 bytes a lane.
-__device__ __forceinline__ void copy_16(void* to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory"); }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
+#else
+__device__ __forceinline__ void arrivals_ready() {}
+__device__ __forceinline__ void copy_bulk(char*, const char*, u32, u64*) {}
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { u32 done; asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(shared_address(arrival)), "r"(parity) : "memory"); return done; }
+// Before compute capability 9.0: a warp copies, around L1 into shared memory, 16 bytes a lane.
+__device__ __forceinline__ void copy_16(char* to, const char* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+__device__ __forceinline__ void copy_lanes(char* to, const char* from, u32 bytes, u64* arrival) {
+  for (u32 at = lane_id() * 16; at < bytes; at += 512) copy_16(to + at, from + at);
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrival)) : "memory");
+}
+#endif
 __device__ __forceinline__ void arrive(u32* counter) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory"); }
 __device__ __forceinline__ u32 arrived(const u32* counter) { u32 value; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory"); return value; }
 // Past L1, which does not see what other multiprocessors store.
@@ -141,12 +157,11 @@ struct Product {
   static constexpr int ROWS = GROUPS * 8;
   static constexpr int UNITS = (IN / 32 + WARPS_A_BLOCK - 1) / WARPS_A_BLOCK;
   static constexpr int UNIT_BYTES = GROUPS * 512;
-  static constexpr int FITTING = SLOT_BYTES / UNIT_BYTES < UNITS ? SLOT_BYTES / UNIT_BYTES : UNITS;
-  static constexpr int PIECES = FITTING ? (UNITS + FITTING - 1) / FITTING : 0;
-  static constexpr int UNITS_A_PIECE = PIECES ? (UNITS + PIECES - 1) / PIECES : 0;  // as even as can be
   static constexpr int WARP_BYTES = UNITS * UNIT_BYTES;
-  static constexpr u64 BYTES = u64(CTAS) * WARPS_A_BLOCK * WARP_BYTES;
-  static_assert(PIECES > 0 && PIECES <= SLOTS, "the ring is too small for this matrix");
+  static constexpr int PART_BYTES = WARPS_A_BLOCK * WARP_BYTES;  // of a block
+  static constexpr int PART_CHUNKS = (PART_BYTES + CHUNK_BYTES - 1) / CHUNK_BYTES;
+  static constexpr u64 BYTES = u64(CTAS) * PART_BYTES;
+  static_assert(PART_CHUNKS <= CHUNKS, "the ring is too small for this matrix");
   __device__ __forceinline__ static bool mine() { return int(blockIdx.x) * ROWS < OUT; }
 };
 using Projection = Product<HT, H>;
@@ -159,7 +174,9 @@ using Head = Product<H, V>;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS : 0, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
 constexpr int PADDING = 8;
-constexpr int MOST_PIECES = (HAS_PROJECTION ? Projection::PIECES : 0) + LAYERS * (Qkv::PIECES + Out::PIECES + GateUp::PIECES + Down::PIECES);
+constexpr int BODY_PARTS = (HAS_PROJECTION ? 1 : 0) + LAYERS * 4;
+constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
+static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
 // What the warps of a block add up, and the statistics of RMSNorm.
 struct Sums {
@@ -171,15 +188,17 @@ struct Scores {
   float of_team[WARPS_A_BLOCK / 4][64];
 };
 
-// What a warp copies at a time: where the first warp's lies, in units of 16 bytes; how far the next warp's is; how much.
-struct Piece {
-  u32 offset, warp_stride_and_chunks;  // chunks of 512 bytes below, stride above 8 bits
+// A block's part of a matrix: where it lies, in units of 16 bytes, and how much it is.
+struct Part {
+  u32 offset, bytes;
 };
 
 struct Block {
   Model model;
-  Piece body[MOST_PIECES + 1], head[Head::PIECES + 1];
-  int body_pieces, head_pieces;
+  Part body[BODY_PARTS], head;
+  int body_parts;
+  // What will be used, in its order; how much was said, and which chunk of the stream is the first not used up.
+  u32 queue[8], pushed, consumed;
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
   int head_of[MAX_COLUMNS], source_of[MAX_COLUMNS];
@@ -188,7 +207,7 @@ struct Block {
   int pick;
   int finished;
   u32 target;  // of the grid barrier
-  u64 arrival[WARPS_A_BLOCK][SLOTS];
+  u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   union Scratch {
     __device__ Scratch() {}
@@ -202,92 +221,94 @@ struct Block {
 // ------------------------------------------------------------------------------------------------------------- streams
 
 constexpr int BLOCK_BYTES = (int(sizeof(Block)) + 127) / 128 * 128;
-static_assert(BLOCK_BYTES + WARPS_A_BLOCK * SLOTS * SLOT_BYTES <= SHARED_BYTES, "SHARED_BYTES");
+static_assert(BLOCK_BYTES + RING_BYTES <= SHARED_BYTES, "SHARED_BYTES");
 
-constexpr u32 BODY = 0;  // of the queue; anything else is a set of heads
+// Entries of the queue; anything else is a set of heads.
+constexpr u32 BODY = 0, STOP = 0xFFFFFFFFu;
 
-// A warp's weights on their way: pieces are issued in the order in which they will be used.
+__device__ __forceinline__ void wait_chunk(Block& block, u32 chunk) {
+  while (!arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1)) {
+  }
+}
+
+// The warp that streams: copies parts chunk by chunk, in the order of the queue.
+struct Producer {
+  Block& block;
+  char* ring;
+  u32 issued = 0;
+
+  __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
+    const char* from = block.model.weights + skipped + u64(part.offset) * 16;
+    for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
+      while (issued - load_changing(&block.consumed) >= CHUNKS) {
+      }
+      if (issued >= IN_FLIGHT) wait_chunk(block, issued - IN_FLIGHT);
+      __syncwarp();
+      const u32 bytes = min(part.bytes - at, u32(CHUNK_BYTES));
+      char* to = ring + issued % CHUNKS * CHUNK_BYTES;
+      u64* arrival = &block.arrival[issued % CHUNKS];
+      if (BULK_COPIES && lane_id() == 0) copy_bulk(to, from + at, bytes, arrival);
+      if (!BULK_COPIES) copy_lanes(to, from + at, bytes, arrival);
+      issued++;
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    for (u32 taken = 0;; taken++) {
+      while (load_changing(&block.pushed) == taken) {
+      }
+      __syncwarp();
+      const u32 what = load_changing(&block.queue[taken % 8]);
+      if (what == STOP) return;
+      if (what == BODY) {
+        for (int i = 0; i < block.body_parts; i++) copy(block.body[i], 0);
+      } else {
+        for (u32 heads = what; heads; heads &= heads - 1) copy(block.head, u64(__ffs(heads) - 1) * Head::BYTES);
+      }
+    }
+  }
+};
+
+// What the other warps know of the stream: the chunk at which the next part begins.
 struct Stream {
   Block& block;
-  char* ring;  // the first slot
-  u32 issued = 0, consumed = 0;
-  u32 queue[4] = {};
-  int queued = 0, index = 0;
+  const char* ring;
+  u32 chunk = 0;
 
-  __device__ __forceinline__ Stream(Block& block, char* ring) : block(block), ring(ring + warp_id() * SLOTS * SLOT_BYTES) {
-    if (lane_id() < SLOTS) arrival_init(&block.arrival[warp_id()][lane_id()]);
-    arrivals_ready();
-    __syncwarp();
-  }
-
-  // Says what will be used behind all that was said before; grid_barrier() issues it.
+  // Says what will be used behind all that was said before.
   __device__ __forceinline__ void push(u32 what) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) queue[i] = i == queued ? what : queue[i];
-    queued++;
+    if (threadIdx.x != 0) return;
+    block.queue[block.pushed % 8] = what;
+    __threadfence_block();
+    *static_cast<volatile u32*>(&block.pushed) = block.pushed + 1;
   }
 
-  __device__ __forceinline__ void issue() {
-    __syncwarp();  // all lanes have read what is overwritten
-    while (queued && issued - consumed < SLOTS) {
-      const bool body = queue[0] == BODY;
-      if (index < (body ? block.body_pieces : block.head_pieces)) {
-        const Piece piece = (body ? block.body : block.head)[index];
-        const u64 skipped = body ? 0 : u64(__ffs(queue[0]) - 1) * Head::BYTES;
-        const char* from = block.model.weights + skipped + u64(piece.offset + warp_id() * (piece.warp_stride_and_chunks >> 8)) * 16;
-        char* to = ring + (issued % SLOTS) * SLOT_BYTES;
-        const int chunks = piece.warp_stride_and_chunks & 255;
-#if BULK_COPIES
-        if (lane_id() == 0) copy_bulk(to, from, chunks * 512, &block.arrival[warp_id()][issued % SLOTS]);
-#else
-        for (int i = 0; i < chunks; i++) copy_16(to + i * 512 + lane_id() * 16, from + i * 512 + lane_id() * 16);
-        copies_commit();
-#endif
-        issued++, index++;
-      }
-      if (index >= (body ? block.body_pieces : block.head_pieces)) next();
-    }
+  // Waits for the warp's share of the part of a matrix, and returns where it begins in the ring.
+  template <class P>
+  __device__ __forceinline__ u32 wait() const {
+    const u32 begin = warp_id() * P::WARP_BYTES, end = begin + P::WARP_BYTES;
+    for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++) wait_chunk(block, chunk + i);
+    return (chunk % CHUNKS * CHUNK_BYTES + begin) % RING_BYTES;
   }
 
-  __device__ __forceinline__ void next() {
-    index = 0;
-    if (queue[0] != BODY) {
-      queue[0] &= queue[0] - 1;
-      if (queue[0]) return;
-    }
-    queue[0] = queue[1], queue[1] = queue[2], queue[2] = queue[3];
-    queued--;
+  // This lane's 16 bytes, so far behind the beginning.
+  __device__ __forceinline__ uint4 load(u32 begin, u32 offset) const {
+    const u32 at = begin + offset;
+    return *reinterpret_cast<const uint4*>(ring + (at < RING_BYTES ? at : at - RING_BYTES) + lane_id() * 16);
   }
 
-  // Waits for piece `ahead` behind the one that is to be released next, and returns where this lane's bytes of it lie.
-  __device__ __forceinline__ const char* wait(int ahead) const {
-    const u32 piece = consumed + ahead;
-#if BULK_COPIES
-    while (!arrived_by(&block.arrival[warp_id()][piece % SLOTS], piece / SLOTS & 1)) {
-    }
-#else
-    const u32 later = issued - piece - 1;
-    if (later == 0) copies_wait<0>();
-    else if (later == 1) copies_wait<1>();
-    else if (later == 2) copies_wait<2>();
-    else copies_wait<3>();
-#endif
-    return ring + (piece % SLOTS) * SLOT_BYTES + lane_id() * 16;
+  // All threads, behind a barrier: the part has been used.
+  template <class P>
+  __device__ __forceinline__ void release() {
+    chunk += P::PART_CHUNKS;
+    if (threadIdx.x == 0) *static_cast<volatile u32*>(&block.consumed) = chunk;
   }
-
 };
-static_assert(SLOTS >= 2 && SLOTS <= 4, "wait() knows up to four");
 
-// Writes the pieces of one matrix, from `at` on, and returns how many; none where the block has no rows of it.
+// Where the block's part of a matrix lies; of no bytes where it has no rows of it.
 template <class P>
-__device__ __forceinline__ int list_pieces(Piece* at, u64 start) {
-  if (!P::mine()) return 0;
-  for (int i = 0; i < P::PIECES; i++) {
-    const int units = min(P::UNITS_A_PIECE, P::UNITS - i * P::UNITS_A_PIECE);
-    const u64 offset = start + u64(blockIdx.x) * WARPS_A_BLOCK * P::WARP_BYTES + i * P::UNITS_A_PIECE * P::UNIT_BYTES;
-    at[i] = Piece{u32(offset / 16), u32(P::WARP_BYTES / 16) << 8 | u32(units * P::GROUPS)};
-  }
-  return P::PIECES;
+__device__ __forceinline__ Part part_of(u64 start) {
+  return {u32((start + u64(blockIdx.x) * P::PART_BYTES) / 16), P::mine() ? u32(P::PART_BYTES) : 0};
 }
 
 constexpr u64 QKV_AT = HAS_PROJECTION ? Projection::BYTES : 0, OUT_AT = QKV_AT + LAYERS * Qkv::BYTES, GATE_UP_AT = OUT_AT + LAYERS * Out::BYTES,
@@ -295,28 +316,23 @@ constexpr u64 QKV_AT = HAS_PROJECTION ? Projection::BYTES : 0, OUT_AT = QKV_AT +
 
 __device__ __forceinline__ void list_body(Block& block, bool projected) {
   int count = 0;
-  if (HAS_PROJECTION && projected) count += list_pieces<Projection>(block.body, 0);
+  if (HAS_PROJECTION && projected) block.body[count++] = part_of<Projection>(0);
   for (int layer = 0; layer < LAYERS; layer++) {
-    count += list_pieces<Qkv>(block.body + count, QKV_AT + layer * Qkv::BYTES);
-    count += list_pieces<Out>(block.body + count, OUT_AT + layer * Out::BYTES);
-    count += list_pieces<GateUp>(block.body + count, GATE_UP_AT + layer * GateUp::BYTES);
-    count += list_pieces<Down>(block.body + count, DOWN_AT + layer * Down::BYTES);
+    block.body[count++] = part_of<Qkv>(QKV_AT + layer * Qkv::BYTES);
+    block.body[count++] = part_of<Out>(OUT_AT + layer * Out::BYTES);
+    block.body[count++] = part_of<GateUp>(GATE_UP_AT + layer * GateUp::BYTES);
+    block.body[count++] = part_of<Down>(DOWN_AT + layer * Down::BYTES);
   }
-  block.body_pieces = count;
-  block.head_pieces = list_pieces<Head>(block.head, HEADS_AT);
+  block.body_parts = count;
+  block.head = part_of<Head>(HEADS_AT);
 }
 
-// All threads of the grid. Plain loads behind it see what was stored before it, by any block. Weights are ordered while
-// others are waited for.
-__device__ __forceinline__ void grid_barrier(Block& block, Stream& stream) {
+// All threads of the grid but those that stream. Plain loads behind it see what was stored before it, by any block.
+__device__ __forceinline__ void grid_barrier(Block& block) {
   __syncthreads();
   if (threadIdx.x == 0) {
     block.target += CTAS;
     arrive(block.model.counter);
-  }
-  __syncwarp();
-  stream.issue();
-  if (threadIdx.x == 0) {
     u32 polls = 0;
     while (arrived(block.model.counter) < block.target) polled(polls);
   }
@@ -345,7 +361,7 @@ struct Split {
 template <class P, bool NORMED, class Task>
 __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task, bool waits = true) {
   if (!P::mine()) {
-    if (waits) grid_barrier(block, stream);
+    if (waits) grid_barrier(block);
     return;
   }
   Sums& sums = block.scratch.sums;
@@ -366,7 +382,7 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
     const bool mine = int(threadIdx.x) < used * OUTS && my_out < P::OUT * OUTS / P::ROWS && task.row(my_column);
     const float early = mine ? task.before(my_column, my_out) : 0;
 
-    if (waits && tile == 0) grid_barrier(block, stream);
+    if (waits && tile == 0) grid_barrier(block);
 
     float value[P::UNITS * 8];
 #pragma unroll
@@ -381,10 +397,9 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
     // Sums that do not wait for each other.
     constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
     float acc[P::GROUPS][CHAINS][4] = {}, squares = 0;
-    const char* weights = nullptr;
+    const u32 weights = stream.wait<P>();
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
-      if (u % P::UNITS_A_PIECE == 0) weights = stream.wait(last_tile ? 0 : u / P::UNITS_A_PIECE);
       float x[8];
 #pragma unroll
       for (int i = 0; i < 8; i++) {
@@ -394,13 +409,12 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
       const Split a(x[0], x[1]), b(x[2], x[3]), c(x[4], x[5]), d(x[6], x[7]);
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
-        const uint4 w = *reinterpret_cast<const uint4*>(weights + ((u % P::UNITS_A_PIECE) * P::GROUPS + g) * 512);
+        const uint4 w = stream.load(weights, (u * P::GROUPS + g) * 512);
         tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.high, a.low, b.high, b.low, w.x, w.y);
         tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], c.high, c.low, d.high, d.low, w.z, w.w);
       }
-      if (last_tile && (u % P::UNITS_A_PIECE == P::UNITS_A_PIECE - 1 || u == P::UNITS - 1)) stream.consumed++;
     }
-    if (used == 0) continue;  // the same for a whole block
+    if (used == 0 && !last_tile) continue;  // the same for a whole block
 
     if (row) {
       const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
@@ -419,6 +433,7 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
       if (quarter == 0) sums.squares[warp_id()][spot] = squares;
     }
     __syncthreads();
+    if (last_tile) stream.release<P>();
 #pragma unroll 1
     for (int index = threadIdx.x; index < used * OUTS; index += THREADS) {
       const int place = index / OUTS, column = tile * TILE + place, local = index % OUTS, out = blockIdx.x * OUTS + local;
@@ -616,7 +631,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int colum
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     multiply<Qkv, true>(block, stream, tiles, QkvTask{all, layer, width});
-    grid_barrier(block, stream);
+    grid_barrier(block);
     attend(block, layer, columns, width);
     multiply<Out, false>(block, stream, tiles, OutTask{all, layer});
     multiply<GateUp, true>(block, stream, tiles, GateUpTask{all, layer});
@@ -631,23 +646,25 @@ __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 head
   for (; heads; heads &= heads - 1) {
     multiply<Head, true>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, entries}, __ffs(heads) - 1, logits}, first);
     __syncthreads();
-    if (heads & (heads - 1)) stream.issue();
     first = false;
   }
-  grid_barrier(block, stream);
+  grid_barrier(block);
 }
 
 // All threads of a block: the state that the kernel begins with.
 __device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, bool projected) {
+  constexpr int ALL = THREADS + 32;
   u64* words = reinterpret_cast<u64*>(&block.model);
-  for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += THREADS) words[i] = addresses[i];
-  for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) block.position[i] = -1;
-  if (threadIdx.x == 0) block.target = 0, list_body(block, projected);
-  __syncthreads();
-  for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += THREADS) block.head_norm[i] = block.model.head_norm[i];
-  for (int i = threadIdx.x; i < G * HEAD_DIM; i += THREADS) block.rotary[i] = block.model.rotary[i];
+  for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += ALL) words[i] = addresses[i];
+  for (int i = threadIdx.x; i < MAX_COLUMNS; i += ALL) block.position[i] = -1;
+  for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
+  arrivals_ready();
+  if (threadIdx.x == 0) block.target = block.pushed = block.consumed = 0, list_body(block, projected);
+  sync_block();
+  for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
+  for (int i = threadIdx.x; i < G * HEAD_DIM; i += ALL) block.rotary[i] = block.model.rotary[i];
   if (int(threadIdx.x) < batch && block.model.requests) block.request[threadIdx.x] = block.model.requests[threadIdx.x];
-  __syncthreads();
+  sync_block();
 }
 
 // All threads of a block: one row of what enters the pass, from a table or from the Talker.
@@ -726,13 +743,14 @@ __device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int dra
   return warp_or(heads);
 }
 
-KERNEL __launch_bounds__(THREADS, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
+KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   const int cta = blockIdx.x;
   begin(block, addresses, batch, true);
-  Stream stream(block, memory + BLOCK_BYTES);
+  if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
+  Stream stream{block, memory + BLOCK_BYTES};
   stream.push(BODY);
   stream.push(1u);
 
@@ -790,7 +808,7 @@ KERNEL __launch_bounds__(THREADS, 1) fused_frame(const u64* addresses, int batch
           embed(block, verifying ? row * full : row * full + 1 + entry % drafts, embedding(model, depth, code));
       }
       // The next pass begins with a barrier, and a round that is planned needs one before.
-      if (verifying) grid_barrier(block, stream);
+      if (verifying) grid_barrier(block);
     }
     if (plain) continue;
     if (cta < batch && block.first_head[cta] < G - 1) {
@@ -798,9 +816,10 @@ KERNEL __launch_bounds__(THREADS, 1) fused_frame(const u64* addresses, int batch
       const int last = model.last[cta];
       if (last < G - 1) embed(block, cta * full, embedding(model, last, model.codes[cta * G + last]));
     }
-    grid_barrier(block, stream);
+    grid_barrier(block);
   }
 
+  stream.push(STOP);
   // The Talker's next input, added in the order of the depths.
   for (int i = cta * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
     const int row = i / HT, channel = i % HT;
@@ -816,18 +835,20 @@ KERNEL __launch_bounds__(THREADS, 1) fused_frame(const u64* addresses, int batch
 
 // One pass over rows that are given: inputs [B, W, H] f32 at positions [B, W] (negative: none), W <= 8; out: states
 // [B, W, H] f32, after the final norm.
-KERNEL __launch_bounds__(THREADS, 1) fused_pass(const u64* addresses, const float* inputs, const int* positions, float* states, int batch, int width) {
+KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const float* inputs, const int* positions, float* states, int batch, int width) {
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const int columns = batch * width;
   begin(block, addresses, batch, false);
+  if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
+  Stream stream{block, memory + BLOCK_BYTES};
   if (threadIdx.x == 0) block.model.inputs = const_cast<float*>(inputs);
   for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i];
   __syncthreads();
-  Stream stream(block, memory + BLOCK_BYTES);
   stream.push(BODY);
+  stream.push(STOP);
   run_pass<false>(block, stream, columns, width);
-  grid_barrier(block, stream);
+  grid_barrier(block);
 #pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {
     if (block.position[column] < 0) continue;

@@ -36,7 +36,10 @@ _PADDING = 8
 _RESERVED_BYTES = 4096
 """Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
 _SELECT_BYTES = 12288
-_MAX_SLOTS = 4
+CHUNK_BYTES = 4096
+IN_FLIGHT = 8
+"""Chunks of a block that are on their way at a time: more would stand in the way of what is waited for."""
+STREAMING_THREADS = 32
 
 Words = NDArray[np.uint16]
 
@@ -71,10 +74,10 @@ class Product:
         """Bytes of the packed matrix."""
         return self.blocks * self.warps * self.units * self.unit_bytes
 
-    def pieces(self, slot_bytes: int) -> int:
-        """Return into how many slots of the ring a warp's part goes; 0 where a unit is too large."""
-        units = min(slot_bytes // self.unit_bytes, self.units)
-        return -(-self.units // units) if units else 0
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a block's part of the matrix."""
+        return self.warps * self.units * self.unit_bytes
 
     def pack(self, matrix: Words) -> Words:
         """Return a matrix as the kernel streams it: ``[block, warp, unit, group, row of 8, 32 values]``, padded with 0.
@@ -137,8 +140,8 @@ class FusedPlan:
             "heads": Product(inner=d.hidden_size, outer=d.vocab_size, **deal),
         }
 
-    def ring(self) -> tuple[int, int]:
-        """Return slots and bytes of a slot of a warp's ring: as much as fits, the largest part in all slots at most.
+    def chunks(self) -> int:
+        """Return how many chunks the ring of a block has: as many as fit.
 
         Raises
         ------
@@ -151,25 +154,24 @@ class FusedPlan:
         d = self.spec.decoder
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
         free = self.shared_bytes - _RESERVED_BYTES - constants - max(sums, _SELECT_BYTES)
-        for slots in range(_MAX_SLOTS, 1, -1):
-            slot_bytes = free // (warps * slots) // _UNIT_BYTES * _UNIT_BYTES
-            pieces = [product.pieces(slot_bytes) for product in products]
-            if all(0 < count <= slots for count in pieces):
-                return slots, slot_bytes
-        raise EngineError(
-            f"the fused kernel needs more shared memory than the {self.shared_bytes} bytes of a block here, for "
-            f"{rows} rows of the widest matrix on {self.blocks} multiprocessors"
-        )
+        chunks, needed = free // CHUNK_BYTES, max(-(-product.part_bytes // CHUNK_BYTES) for product in products)
+        if chunks < needed:
+            raise EngineError(
+                f"the fused kernel needs more shared memory than the {self.shared_bytes} bytes of a block here, for "
+                f"{needed} chunks of the widest matrix on {self.blocks} multiprocessors"
+            )
+        return chunks
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
-        d, (slots, slot_bytes) = self.spec.decoder, self.ring()
+        d, chunks = self.spec.decoder, self.chunks()
         return {
             "V": str(d.vocab_size), "G": str(self.spec.num_code_groups), "H": str(d.hidden_size),
             "HT": str(self.spec.talker_hidden_size), "THREADS": str(self.threads), "WEIGHT": self.dtype,
             "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
-            "CTAS": str(self.blocks), "SLOTS": str(slots), "SLOT_BYTES": str(slot_bytes),
+            "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "PARTICIPANTS": str(self.threads),
             "MAX_BATCH": str(self.max_batch),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
@@ -196,7 +198,7 @@ class FusedPlan:
         if self.dtype not in ("F16", "BF16"):
             return f"the weights are {self.dtype}, they must be FP16 or BF16 (cpspec-build --precision fp16)"
         try:
-            self.ring()
+            self.chunks()
         except EngineError as error:
             return str(error)
         return None
@@ -403,7 +405,7 @@ class FusedModel:
         """Put one launch on the stream, behind a reset of its barrier."""
         work["counter"].zero()
         grid = (self.plan.blocks, 1, 1)
-        call = Call(kernel, grid, self.plan.threads, arguments, self.plan.shared_bytes, cooperative=True)
+        call = Call(kernel, grid, self.plan.threads + STREAMING_THREADS, arguments, self.plan.shared_bytes, cooperative=True)
         self._library.run_on(self.device.stream, call)
 
 

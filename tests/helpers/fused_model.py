@@ -12,7 +12,7 @@ from trt_cpspec.config import SamplingParams
 from trt_cpspec.cuda_sampling import NO_ERROR, request_array
 from trt_cpspec.frame import FrameResult, Round
 from trt_cpspec.config import Window
-from trt_cpspec.fused import MODEL_FIELDS, FusedPlan, model_arrays, work_layout
+from trt_cpspec.fused import MODEL_FIELDS, STREAMING_THREADS, FusedPlan, model_arrays, work_layout
 from trt_cpspec.nvrtc import Call
 
 Array = NDArray[Any]
@@ -32,7 +32,7 @@ class FusedModel:
         addresses = self._constant | held
         model = self.kernels.upload(np.array([addresses.get(name, 0) for name in MODEL_FIELDS], np.uint64))
         values = tuple(held[value] if isinstance(value, str) else value for value in arguments)
-        call = Call(kernel, (self.plan.blocks, 1, 1), self.plan.threads, (model, *values), self.plan.shared_bytes, True)
+        call = Call(kernel, (self.plan.blocks, 1, 1), self.plan.threads + STREAMING_THREADS, (model, *values), self.plan.shared_bytes, True)
         self.kernels.run(call, order=order)
         after = {name: self.kernels.download(held[name], value) for name, value in arrays.items()}
         for address in (*held.values(), model):

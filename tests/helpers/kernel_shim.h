@@ -32,7 +32,7 @@ namespace shim {
 
 struct Index { unsigned x = 0, y = 0, z = 0; };
 
-enum State { READY, AT_BLOCK, AT_WARP, SPINNING, EXITED };
+enum State { READY, AT_BLOCK, AT_PART, AT_WARP, SPINNING, EXITED };
 
 struct Fiber {
   jmp_buf context;
@@ -57,7 +57,7 @@ struct Group {
   std::vector<char> shared;  // dynamic
   char* stacks = nullptr;
   size_t stack_count = 0;
-  unsigned at_block = 0, exited = 0;
+  unsigned at_block = 0, at_part = 0, exited = 0;
   int any = 0, any_result = 0;
 };
 
@@ -97,6 +97,15 @@ inline void block_barrier() {
   group->fibers[current].state = AT_BLOCK;
   release_block();
   if (group->fibers[current].state == AT_BLOCK) suspend(AT_BLOCK);
+}
+
+// A barrier of some of the block's threads.
+inline void barrier_of(unsigned threads) {
+  group->fibers[current].state = AT_PART;
+  if (++group->at_part < threads) return suspend(AT_PART);
+  group->at_part = 0;
+  for (Fiber& fiber : group->fibers)
+    if (fiber.state == AT_PART) fiber.state = READY;
 }
 
 // All 32 lanes meet; returns what each brought. Two generations alternate, so a lane may run one ahead.
@@ -149,7 +158,7 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
   one.warps.assign((threads + 31) / 32, Warp{});
   one.started.assign(threads, false);
   one.shared.assign(shared_bytes + 128, char(0xA5));
-  one.at_block = one.exited = one.any = 0;
+  one.at_block = one.at_part = one.exited = one.any = 0;
   poison_shared();
   for (unsigned i = 0; i < threads; i++) {
     getcontext(&one.fibers[i].start);
@@ -224,9 +233,13 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
     check_exited(one);
   }
   if (cooperative) {  // static shared memory would be the same for all blocks: such kernels have none
-    for (bool progress = true; progress && !fault;) {
-      progress = false;
-      for (unsigned i = 0; i < blocks; i++) progress |= advance(groups[permuted(i, blocks, order)], order);
+    // Whoever looks again may find what it waits for; after so many rounds of looking there is nothing to come.
+    for (int idle = 0; idle < 1000 && !fault; idle++) {
+      unsigned done = 0;
+      for (unsigned i = 0; i < blocks; i++)
+        if (advance(groups[permuted(i, blocks, order)], order)) idle = 0;
+      for (const Group& one : groups) done += one.exited == one.fibers.size();
+      if (done == blocks) break;
     }
     for (const Group& one : groups) check_exited(one);
   }
@@ -266,6 +279,7 @@ inline int __syncthreads_or(int predicate) {
   shim::block_barrier();
   return shim::group->any_result;
 }
+inline void __threadfence_block() {}
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { shim::warp_meet(mask, "syncwarp", 0); }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
