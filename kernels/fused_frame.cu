@@ -12,10 +12,11 @@
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
 //
 // Every product is a [16 x 16] x [16 x 8] tensor-core product whose 16 rows are 8 positions twice: the high and the low
-// part of each activation, so that nothing of its FP32 value is lost to the 16-bit operand, and a position's sums are the
-// same whatever stands in the other rows. A block owns a few rows of each weight matrix, a warp a slice of the inner
-// dimension; the slices are added in one fixed order. RMSNorm is folded in: the gain multiplies the activation, the
-// inverse root the sum.
+// part of each activation, so that next to nothing of its FP32 value is lost to the 16-bit operand, and a position's sums
+// are the same whatever stands in the other rows. A block owns a few rows of each weight matrix, a warp a slice of the
+// inner dimension; the slices are added in one fixed order. Who stores an activation splits it, once, into the words that
+// a lane of a product loads: of each two values the high parts, then the low ones. RMSNorm is folded in: the gain
+// multiplies what is stored, each block adds the squares of its rows, and the inverse root multiplies the product.
 //
 // Weights do not depend on activations: one warp more than THREADS streams them through a ring in shared memory, across
 // the grid barriers, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what
@@ -38,11 +39,10 @@ __device__ __forceinline__ void arrive(u32* counter) { ++*counter; }
 __device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); return *counter; }
 __device__ __forceinline__ float load_fresh(const float* from) { return *from; }
 __device__ __forceinline__ int load_fresh(const int* from) { return *from; }
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) { return *from; }
 __device__ __forceinline__ float4 load_fresh(const float4* from) { return *from; }
 __device__ __forceinline__ float rsqrtf(float value) { return 1 / std::sqrt(value); }
 __device__ __forceinline__ u32 warp_or(u32 value) { return shim_reduce(ALL_LANES, value, [](unsigned a, unsigned b) { return a | b; }); }
-__device__ __forceinline__ u32 pack_two(F16, float low, float high) { return float_to_half(low) | u32(float_to_half(high)) << 16; }
-__device__ __forceinline__ u32 pack_two(BF16, float low, float high) { BF16 two[2]; store(two, low), store(two + 1, high); return two[0].bits | u32(two[1].bits) << 16; }
 template <class T>
 __device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { shim_tensor_product<T>(sums, a0, a1, a2, a3, b0, b1); }
 #else
@@ -76,9 +76,8 @@ __device__ __forceinline__ u32 arrived(const u32* counter) { u32 value; asm vola
 __device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
 __device__ __forceinline__ int load_fresh(const int* from) { return __ldcg(from); }
 __device__ __forceinline__ float4 load_fresh(const float4* from) { return __ldcg(from); }
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) { return __ldcg(from); }
 __device__ __forceinline__ u32 warp_or(u32 value) { return __reduce_or_sync(ALL_LANES, value); }
-__device__ __forceinline__ u32 pack_two(F16, float low, float high) { u32 two; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low)); return two; }
-__device__ __forceinline__ u32 pack_two(BF16, float low, float high) { u32 two; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low)); return two; }
 __device__ __forceinline__ void tensor_product(F16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 __device__ __forceinline__ void tensor_product(BF16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 #endif
@@ -89,29 +88,18 @@ __device__ __forceinline__ void polled(u32& polls) { if (++polls > WATCHDOG) asm
 __device__ __forceinline__ void polled(u32&) {}
 #endif
 
-__device__ __forceinline__ float low_half(F16, u32 two) { return half_to_float(u16(two)); }
-__device__ __forceinline__ float high_half(F16, u32 two) { return half_to_float(u16(two >> 16)); }
-__device__ __forceinline__ float low_half(BF16, u32 two) { return __uint_as_float(two << 16); }
-__device__ __forceinline__ float high_half(BF16, u32 two) { return __uint_as_float(two & 0xFFFF0000u); }
 // FP16 operands: activations up to 4e6 fit, and the low part stays above the denormal numbers.
 __device__ __forceinline__ constexpr float operand_scale(F16) { return 1.0f / 64; }
 __device__ __forceinline__ constexpr float low_scale(F16) { return 2048; }
 __device__ __forceinline__ constexpr float operand_scale(BF16) { return 1; }
 __device__ __forceinline__ constexpr float low_scale(BF16) { return 1; }
 
-__device__ __forceinline__ void load_eight(float* to, const float* from) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float4 four = __ldg(reinterpret_cast<const float4*>(from) + i);
-    to[i * 4] = four.x, to[i * 4 + 1] = four.y, to[i * 4 + 2] = four.z, to[i * 4 + 3] = four.w;
-  }
-}
-__device__ __forceinline__ void load_eight_fresh(float* to, const float* from) {
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float4 four = load_fresh(reinterpret_cast<const float4*>(from) + i);
-    to[i * 4] = four.x, to[i * 4 + 1] = four.y, to[i * 4 + 2] = four.z, to[i * 4 + 3] = four.w;
-  }
+// The two halves of a value among the words of its row.
+__device__ __forceinline__ void store_split(u32* row, int index, float value) {
+  WEIGHT* at = reinterpret_cast<WEIGHT*>(row) + index / 2 * 4 + (index & 1);
+  value *= operand_scale(WEIGHT());
+  store(at, value);
+  store(at + 2, (value - to_float(*at)) * low_scale(WEIGHT()));
 }
 
 // --------------------------------------------------------------------------------------------------------------- sizes
@@ -133,7 +121,9 @@ struct Model {
   const float *bias, *input_norm, *post_norm, *final_norm;  // [H], [LAYERS, H], [LAYERS, H], [H]
   const float *head_norm, *rotary;                          // [LAYERS, 2, HEAD_DIM]: queries, keys; [G, HEAD_DIM / 2, 2]
   const WEIGHT *talker_table, *tables;                      // [*, HT], [G - 1, V, HT]
-  float *embeds, *inputs, *hidden, *queries, *keys, *values, *mixed, *activated;
+  u32 *embeds, *input_words, *hidden_words, *mixed, *activated;  // split activations
+  float *inputs, *input_squares, *hidden, *hidden_squares;     // [B * W, H], and sums of 8 squares each [B * W, H / 8]
+  float *queries, *keys, *values;
   float *logits, *laws, *draft_logits, *draft_laws;         // [B, W, V], [B, W, V], [B, W - 1, V] twice
   int *picks, *drafts, *last, *states;
   u32* counter;
@@ -181,7 +171,7 @@ static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 // What the warps of a block add up, and the statistics of RMSNorm.
 struct Sums {
   float part[WARPS_A_BLOCK][TILE][MOST_ROWS + PADDING];
-  float squares[WARPS_A_BLOCK][TILE];
+  float inverse[TILE];  // root of the mean square of each position
 };
 
 struct Scores {
@@ -341,24 +331,32 @@ __device__ __forceinline__ void grid_barrier(Block& block) {
 
 // ------------------------------------------------------------------------------------------------- one matrix product
 
-// High and low part of two values, as an operand register each.
-struct Split {
-  u32 high, low;
-  __device__ __forceinline__ Split(float first, float second) {
-    first *= operand_scale(WEIGHT()), second *= operand_scale(WEIGHT());
-    high = pack_two(WEIGHT(), first, second);
-    const float scale = low_scale(WEIGHT());
-    low = pack_two(WEIGHT(), (first - low_half(WEIGHT(), high)) * scale, (second - high_half(WEIGHT(), high)) * scale);
-  }
-};
+// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares.
+__device__ __forceinline__ float inverse_root(const float* squares) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < (H / 8 + 31) / 32; i++)
+    if (i * 32 + lane_id() < H / 8) sum += load_fresh(squares + i * 32 + lane_id());
+  return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS);
+}
+
+// Eight lanes, a value each: the sum of their squares.
+__device__ __forceinline__ float sum_of_eight(float value) {
+  float sum = value * value;
+  sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+  sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+  return sum + __shfl_xor_sync(ALL_LANES, sum, 4);
+}
 
 // All threads of the grid: a barrier, if `waits`, then each block's rows of a matrix times `tiles` tiles of columns. What
 // does not depend on other blocks is done before the barrier.
-// Task:  const float* row(int column): where its IN values will be, or null; float before(int column, int out): what the
-//        sum is added to, which this block has stored itself; void store(int column, int out, float sum, float before), of a paired matrix silu(first) times
-//        second; const float* gain(): of the norm, null without one; int used(int tile): how many of the tile's columns,
-//        from the first, may have a row.
-template <class P, bool NORMED, class Task>
+// Task:  const u32* row(int column): where its IN split values will be, or null; const float* squares(int column): of a
+//        NORMED task; float2 before(int column, int out): what the result is added to, and the gain of the next norm, of
+//        which this block has stored what changes; store(int column, int out, float sum); STATE tasks have no store():
+//        their sums are the residual stream, whose place is state(column), words(column) and sums_of_squares(column). The
+//        result of a paired matrix is silu(first) times second. int used(int tile): how many of the tile's columns, from
+//        the first, may have a row.
+template <class P, class Task>
 __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task, bool waits = true) {
   if (!P::mine()) {
     if (waits) grid_barrier(block);
@@ -372,46 +370,43 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
   for (int tile = 0; tile < tiles; tile++) {
     const bool last_tile = tile == tiles - 1;
     const int used = task.used(tile);
-    const float* row = spot < used ? task.row(tile * TILE + spot) : nullptr;
-    float gain[NORMED ? P::UNITS * 8 : 1];
-    if (NORMED) {
-#pragma unroll
-      for (int u = 0; u < P::UNITS; u++) load_eight(gain + u * 8, task.gain() + min(first + u * 32, P::IN - 8));
+    const u32* row = spot < used ? task.row(tile * TILE + spot) : nullptr;
+    float2 early = make_float2(0, 0);
+    if constexpr (Task::STATE) {
+      const int column = tile * TILE + int(threadIdx.x) / OUTS, out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
+      if (int(threadIdx.x) < used * OUTS && out < P::OUT && task.row(column)) early = task.before(column, out);
     }
-    const int my_column = tile * TILE + int(threadIdx.x) / OUTS, my_out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
-    const bool mine = int(threadIdx.x) < used * OUTS && my_out < P::OUT * OUTS / P::ROWS && task.row(my_column);
-    const float early = mine ? task.before(my_column, my_out) : 0;
 
     if (waits && tile == 0) grid_barrier(block);
 
-    float value[P::UNITS * 8];
+    uint4 words[P::UNITS * 2];
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
-      if (row && (P::IN % (WARPS_A_BLOCK * 32) == 0 || first + u * 32 < P::IN)) {
-        load_eight_fresh(value + u * 8, row + first + u * 32);
-      } else {
+      const bool inside = P::IN % (WARPS_A_BLOCK * 32) == 0 || first + u * 32 < P::IN;
 #pragma unroll
-        for (int i = 0; i < 8; i++) value[u * 8 + i] = 0;
+      for (int i = 0; i < 2; i++)
+        words[u * 2 + i] = row && inside ? load_fresh(reinterpret_cast<const uint4*>(row + first + u * 32) + i) : make_uint4(0, 0, 0, 0);
+    }
+    if constexpr (Task::NORMED) {
+      for (int i = warp_id(); i < used; i += WARPS_A_BLOCK) {
+        if (!task.row(tile * TILE + i)) continue;
+        const float inverse = inverse_root(task.squares(tile * TILE + i));
+        if (lane_id() == 0) sums.inverse[i] = inverse;
       }
     }
+
     // Sums that do not wait for each other.
     constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
-    float acc[P::GROUPS][CHAINS][4] = {}, squares = 0;
+    float acc[P::GROUPS][CHAINS][4] = {};
     const u32 weights = stream.wait<P>();
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        x[i] = value[u * 8 + i];
-        if (NORMED) squares += x[i] * x[i], x[i] *= gain[u * 8 + i];
-      }
-      const Split a(x[0], x[1]), b(x[2], x[3]), c(x[4], x[5]), d(x[6], x[7]);
+      const uint4 a = words[u * 2], b = words[u * 2 + 1];
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
         const uint4 w = stream.load(weights, (u * P::GROUPS + g) * 512);
-        tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.high, a.low, b.high, b.low, w.x, w.y);
-        tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], c.high, c.low, d.high, d.low, w.z, w.w);
+        tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
+        tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
       }
     }
     if (used == 0 && !last_tile) continue;  // the same for a whole block
@@ -427,59 +422,68 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
         *reinterpret_cast<float2*>(&sums.part[warp_id()][spot][g * 8 + quarter * 2]) = both;
       }
     }
-    if (NORMED) {
-      squares += __shfl_xor_sync(ALL_LANES, squares, 1);
-      squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-      if (quarter == 0) sums.squares[warp_id()][spot] = squares;
-    }
     __syncthreads();
     if (last_tile) stream.release<P>();
 #pragma unroll 1
-    for (int index = threadIdx.x; index < used * OUTS; index += THREADS) {
-      const int place = index / OUTS, column = tile * TILE + place, local = index % OUTS, out = blockIdx.x * OUTS + local;
-      if (out >= P::OUT * OUTS / P::ROWS || !task.row(column)) continue;
-      const int line = P::PAIRED ? local / 8 * 16 + local % 8 : local;
-      float sum[2] = {}, other[2] = {}, square[2] = {};
+    for (int begin = warp_id() * 32; begin < used * OUTS; begin += THREADS) {
+      const int index = begin + lane_id(), place = index / OUTS, column = tile * TILE + place;
+      const int local = index % OUTS, out = blockIdx.x * OUTS + local;
+      const bool valid = index < used * OUTS && out < P::OUT * OUTS / P::ROWS && task.row(column);
+      float total = 0;
+      if (valid) {
+        const int line = P::PAIRED ? local / 8 * 16 + local % 8 : local;
+        float sum[2] = {}, other[2] = {};
 #pragma unroll
-      for (int w = 0; w < WARPS_A_BLOCK; w++) {
-        sum[w % 2] += sums.part[w][place][line];
-        if (P::PAIRED) other[w % 2] += sums.part[w][place][line + 8];
-        if (NORMED) square[w % 2] += sums.squares[w][place];
+        for (int w = 0; w < WARPS_A_BLOCK; w++) {
+          sum[w % 2] += sums.part[w][place][line];
+          if (P::PAIRED) other[w % 2] += sums.part[w][place][line + 8];
+        }
+        const float inverse = Task::NORMED ? sums.inverse[place] : 1;
+        total = (sum[0] + sum[1]) * inverse;
+        if (P::PAIRED) total = __fdividef(total, 1 + expf(-total)) * ((other[0] + other[1]) * inverse);
       }
-      float total = sum[0] + sum[1], up = other[0] + other[1];
-      if (NORMED) {
-        const float inverse = rsqrtf((square[0] + square[1]) * (1.0f / P::IN) + RMS_EPS);
-        total *= inverse, up *= inverse;
+      if constexpr (Task::STATE) {
+        if (valid && begin >= THREADS) early = task.before(column, out);
+        const float value = valid ? total + early.x : 0, squares = sum_of_eight(value);
+        if (valid) {
+          task.state(column)[out] = value;
+          store_split(task.words(column), out, value * early.y);
+          if (out % 8 == 0) task.sums_of_squares(column)[out / 8] = squares;
+        }
+      } else {
+        if (valid) task.store(column, out, total);
       }
-      task.store(column, out, P::PAIRED ? __fdividef(total, 1 + expf(-total)) * up : total,
-                 index == int(threadIdx.x) ? early : task.before(column, out));
     }
     if (!last_tile) __syncthreads();
   }
 }
 
+template <bool NORMED_, bool STATE_>
 struct Columns {
+  static constexpr bool NORMED = NORMED_, STATE = STATE_;
   const Block& block;
   int columns;
   __device__ __forceinline__ bool active(int column) const { return block.position[column] >= 0; }
   __device__ __forceinline__ int used(int tile) const { return min(columns - tile * TILE, TILE); }
-  __device__ __forceinline__ float before(int, int) const { return 0; }
-  __device__ __forceinline__ const float* gain() const { return nullptr; }
 };
 
-struct ProjectTask : Columns {
-  __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
-  __device__ __forceinline__ float before(int, int out) const { return __ldg(block.model.bias + out); }
-  __device__ __forceinline__ void store(int column, int out, float sum, float before) const { block.model.inputs[column * H + out] = sum + before; }
+struct ProjectTask : Columns<false, true> {
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
+  __device__ __forceinline__ float2 before(int, int out) const { return make_float2(__ldg(block.model.bias + out), __ldg(block.model.input_norm + out)); }
+  __device__ __forceinline__ float* state(int column) const { return block.model.inputs + column * H; }
+  __device__ __forceinline__ u32* words(int column) const { return block.model.input_words + column * H; }
+  __device__ __forceinline__ float* sums_of_squares(int column) const { return block.model.input_squares + column * (H / 8); }
 };
 
-struct QkvTask : Columns {
+struct QkvTask : Columns<true, false> {
   int layer, width;
-  __device__ __forceinline__ const float* row(int column) const {
-    return active(column) ? (layer ? block.model.hidden : block.model.inputs) + column * H : nullptr;
+  __device__ __forceinline__ const u32* row(int column) const {
+    return active(column) ? (layer ? block.model.hidden_words : block.model.input_words) + column * H : nullptr;
   }
-  __device__ __forceinline__ const float* gain() const { return block.model.input_norm + layer * H; }
-  __device__ __forceinline__ void store(int column, int out, float sum, float) const {
+  __device__ __forceinline__ const float* squares(int column) const {
+    return (layer ? block.model.hidden_squares : block.model.input_squares) + column * (H / 8);
+  }
+  __device__ __forceinline__ void store(int column, int out, float sum) const {
     if (out < Q_WIDTH) {
       block.model.queries[column * Q_WIDTH + out] = sum;
       return;
@@ -491,41 +495,48 @@ struct QkvTask : Columns {
   }
 };
 
-struct OutTask : Columns {
+// What adds to the residual stream.
+struct StateTask : Columns<false, true> {
+  const float* gain;
+  __device__ __forceinline__ float* state(int column) const { return block.model.hidden + column * H; }
+  __device__ __forceinline__ u32* words(int column) const { return block.model.hidden_words + column * H; }
+  __device__ __forceinline__ float* sums_of_squares(int column) const { return block.model.hidden_squares + column * (H / 8); }
+};
+
+struct OutTask : StateTask {
   int layer;
-  __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
-  __device__ __forceinline__ float before(int column, int out) const {
-    return load_fresh((layer ? block.model.hidden : block.model.inputs) + column * H + out);
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
+  __device__ __forceinline__ float2 before(int column, int out) const {
+    return make_float2(load_fresh((layer ? block.model.hidden : block.model.inputs) + column * H + out), __ldg(gain + out));
   }
-  __device__ __forceinline__ void store(int column, int out, float sum, float before) const { block.model.hidden[column * H + out] = before + sum; }
 };
 
-struct GateUpTask : Columns {
-  int layer;
-  __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.hidden + column * H : nullptr; }
-  __device__ __forceinline__ const float* gain() const { return block.model.post_norm + layer * H; }
-  __device__ __forceinline__ void store(int column, int out, float product, float) const { block.model.activated[column * INTER + out] = product; }
+struct GateUpTask : Columns<true, false> {
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.hidden_words + column * H : nullptr; }
+  __device__ __forceinline__ const float* squares(int column) const { return block.model.hidden_squares + column * (H / 8); }
+  __device__ __forceinline__ void store(int column, int out, float product) const { store_split(block.model.activated + column * INTER, out, product); }
 };
 
-struct DownTask : Columns {
-  __device__ __forceinline__ const float* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
-  __device__ __forceinline__ float before(int column, int out) const { return load_fresh(block.model.hidden + column * H + out); }
-  __device__ __forceinline__ void store(int column, int out, float sum, float before) const { block.model.hidden[column * H + out] = before + sum; }
+struct DownTask : StateTask {
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
+  __device__ __forceinline__ float2 before(int column, int out) const {
+    return make_float2(load_fresh(block.model.hidden + column * H + out), __ldg(gain + out));
+  }
 };
 
 // One head, for the entries that want it; `columns` counts entries.
-struct HeadTask : Columns {
+struct HeadTask : Columns<true, false> {
   int head;
   float* logits;
-  __device__ __forceinline__ const float* row(int entry) const {
-    return block.head_of[entry] == head ? block.model.hidden + block.source_of[entry] * H : nullptr;
+  __device__ __forceinline__ const u32* row(int entry) const {
+    return block.head_of[entry] == head ? block.model.hidden_words + block.source_of[entry] * H : nullptr;
   }
+  __device__ __forceinline__ const float* squares(int entry) const { return block.model.hidden_squares + block.source_of[entry] * (H / 8); }
   __device__ __forceinline__ int used(int tile) const {
     const u32 wanted = __ballot_sync(ALL_LANES, lane_id() < TILE && tile * TILE + lane_id() < columns && block.head_of[tile * TILE + (lane_id() & 7)] == head);
     return 32 - __clz(wanted);
   }
-  __device__ __forceinline__ const float* gain() const { return block.model.final_norm; }
-  __device__ __forceinline__ void store(int entry, int out, float sum, float) const { logits[entry * V + out] = sum; }
+  __device__ __forceinline__ void store(int entry, int out, float sum) const { logits[entry * V + out] = sum; }
 };
 
 // ------------------------------------------------------------------------------------------------------------ attention
@@ -613,7 +624,7 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
       float mixed = 0;
 #pragma unroll
       for (int p = 0; p < G; p++) mixed += __shfl_sync(ALL_LANES, p < 32 ? share : more, p & 31) * value[p];
-      if (thread < HEAD_DIM) model.mixed[column * Q_WIDTH + head * HEAD_DIM + thread] = __fdividef(mixed, total);
+      if (thread < HEAD_DIM) store_split(model.mixed + column * Q_WIDTH, head * HEAD_DIM + thread, __fdividef(mixed, total));
     }
     __syncthreads();
   }
@@ -624,18 +635,17 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
 template <bool PROJECTED>
 __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns, int width) {
   const int tiles = (columns + TILE - 1) / TILE;
-  const Columns all{block, columns};
-  if (PROJECTED) {
-    multiply<Projection, false>(block, stream, tiles, ProjectTask{all});
-  }
+  const Model& model = block.model;
+  if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{block, columns}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    multiply<Qkv, true>(block, stream, tiles, QkvTask{all, layer, width});
+    multiply<Qkv>(block, stream, tiles, QkvTask{{block, columns}, layer, width});
     grid_barrier(block);
     attend(block, layer, columns, width);
-    multiply<Out, false>(block, stream, tiles, OutTask{all, layer});
-    multiply<GateUp, true>(block, stream, tiles, GateUpTask{all, layer});
-    multiply<Down, false>(block, stream, tiles, DownTask{all});
+    multiply<Out>(block, stream, tiles, OutTask{{{block, columns}, model.post_norm + layer * H}, layer});
+    multiply<GateUp>(block, stream, tiles, GateUpTask{{block, columns}});
+    const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
+    multiply<Down>(block, stream, tiles, DownTask{{{block, columns}, next_norm}});
   }
 }
 
@@ -644,7 +654,7 @@ __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 head
   bool first = true;
 #pragma unroll 1
   for (; heads; heads &= heads - 1) {
-    multiply<Head, true>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, entries}, __ffs(heads) - 1, logits}, first);
+    multiply<Head>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, entries}, __ffs(heads) - 1, logits}, first);
     __syncthreads();
     first = false;
   }
@@ -667,10 +677,30 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   sync_block();
 }
 
-// All threads of a block: one row of what enters the pass, from a table or from the Talker.
+// All threads of a block: stores a row that enters the decoder, of values that `value_of` gives.
+template <class Values>
+__device__ __forceinline__ void enter_decoder(Block& block, int column, const Values& value_of) {
+  const Model& model = block.model;
+  for (int begin = warp_id() * 32; begin < H; begin += THREADS) {
+    const int i = begin + lane_id();
+    const float value = value_of(i), squares = sum_of_eight(value);
+    model.inputs[column * H + i] = value;
+    store_split(model.input_words + column * H, i, value * __ldg(model.input_norm + i));
+    if (i % 8 == 0) model.input_squares[column * (H / 8) + i / 8] = squares;
+  }
+}
+
+// All threads of a block: stores a row that enters a pass, of HT values.
+template <class Values>
+__device__ __forceinline__ void enter(Block& block, int column, const Values& value_of) {
+  if (HAS_PROJECTION) {
+    for (int i = threadIdx.x; i < HT; i += THREADS) store_split(block.model.embeds + column * HT, i, value_of(i));
+  } else {
+    enter_decoder(block, column, value_of);
+  }
+}
 __device__ __forceinline__ void embed(Block& block, int column, const WEIGHT* from) {
-  float* to = (HAS_PROJECTION ? block.model.embeds : block.model.inputs) + column * HT;
-  for (int i = threadIdx.x; i < HT; i += THREADS) to[i] = to_float(from[i]);
+  enter(block, column, [&](int i) { return to_float(from[i]); });
 }
 __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth, int code) {
   return depth == 0 ? model.talker_table + u64(code) * HT : model.tables + (u64(depth - 1) * V + code) * HT;
@@ -759,8 +789,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
   __syncthreads();
   if (cta < batch) {
     if (threadIdx.x == 0) model.errors[cta] = 0x7F7F7F7F;
-    float* to = (HAS_PROJECTION ? model.embeds : model.inputs) + cta * 2 * HT;
-    for (int i = threadIdx.x; i < HT; i += THREADS) to[i] = model.talker_hidden[cta * HT + i];
+    enter(block, cta * 2, [&](int i) { return model.talker_hidden[cta * HT + i]; });
     embed(block, cta * 2 + 1, embedding(model, 0, model.codes[cta * G]));
   }
 
@@ -842,20 +871,19 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const
   begin(block, addresses, batch, false);
   if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
   Stream stream{block, memory + BLOCK_BYTES};
-  if (threadIdx.x == 0) block.model.inputs = const_cast<float*>(inputs);
   for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i];
   __syncthreads();
   stream.push(BODY);
   stream.push(STOP);
+  for (int column = blockIdx.x; column < columns; column += CTAS)
+    enter_decoder(block, column, [&](int i) { return inputs[column * H + i]; });
   run_pass<false>(block, stream, columns, width);
   grid_barrier(block);
 #pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {
     if (block.position[column] < 0) continue;
     const float* row = block.model.hidden + column * H;
-    float squares = 0;
-    for (int i = lane_id(); i < H; i += 32) squares += load_fresh(row + i) * load_fresh(row + i);
-    const float inverse = rsqrtf(warp_sum(squares) / H + RMS_EPS);
+    const float inverse = inverse_root(block.model.hidden_squares + column * (H / 8));
     for (int i = lane_id(); i < H; i += 32) states[column * H + i] = load_fresh(row + i) * inverse * block.model.final_norm[i];
   }
 }

@@ -214,8 +214,8 @@ class FusedPlan:
 
 MODEL_FIELDS = (
     "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm",
-    "rotary", "talker_table", "tables", "embeds", "inputs", "hidden", "queries", "keys", "values", "mixed", "activated",
-    "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts", "last", "states", "counter", "requests",
+    "rotary", "talker_table", "tables", "embeds", "input_words", "hidden_words", "mixed", "activated", "inputs",
+    "input_squares", "hidden", "hidden_squares", "queries", "keys", "values", "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts", "last", "states", "counter", "requests",
     "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
 )  # fmt: skip
 """The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
@@ -280,14 +280,18 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
     cache = (d.num_hidden_layers, plan.max_batch, groups, d.num_key_value_heads * d.head_dim)
     heads = d.num_attention_heads * d.head_dim
     return {
-        "embeds": ((columns, plan.spec.talker_hidden_size), np.float32),
+        "embeds": ((columns, plan.spec.talker_hidden_size), np.uint32),
+        "input_words": ((columns, d.hidden_size), np.uint32),
+        "hidden_words": ((columns, d.hidden_size), np.uint32),
+        "mixed": ((columns, heads), np.uint32),
+        "activated": ((columns, d.intermediate_size), np.uint32),
         "inputs": ((columns, d.hidden_size), np.float32),
+        "input_squares": ((columns, d.hidden_size // 8), np.float32),
         "hidden": ((columns, d.hidden_size), np.float32),
+        "hidden_squares": ((columns, d.hidden_size // 8), np.float32),
         "queries": ((columns, heads), np.float32),
         "keys": (cache, np.float32),
         "values": (cache, np.float32),
-        "mixed": ((columns, heads), np.float32),
-        "activated": ((columns, d.intermediate_size), np.float32),
         "logits": ((columns, d.vocab_size), np.float32),
         "laws": ((columns, d.vocab_size), np.float32),
         "draft_logits": ((columns, d.vocab_size), np.float32),
