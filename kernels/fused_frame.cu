@@ -32,6 +32,7 @@ __device__ __forceinline__ void arrivals_ready() {}
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
 __device__ __forceinline__ void sync_block() { shim::block_barrier(); }
+__device__ __forceinline__ void pause() {}
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { std::memcpy(to, from, bytes), ++*arrival; }
 __device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { if ((*arrival & 1) == parity) shim::spin(); return (*arrival & 1) != parity; }
 __device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
@@ -54,6 +55,8 @@ __device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm v
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
+// Who only looks leaves the multiprocessor to those who work.
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 %0;" ::"n"(PAUSE_NS)); }
 #if BULK_COPIES
 __device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }
@@ -216,9 +219,8 @@ static_assert(BLOCK_BYTES + RING_BYTES <= SHARED_BYTES, "SHARED_BYTES");
 // Entries of the queue; anything else is a set of heads.
 constexpr u32 BODY = 0, STOP = 0xFFFFFFFFu;
 
-__device__ __forceinline__ void wait_chunk(Block& block, u32 chunk) {
-  while (!arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1)) {
-  }
+__device__ __forceinline__ bool has_arrived(Block& block, u32 chunk) {
+  return arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1);
 }
 
 // The warp that streams: copies parts chunk by chunk, in the order of the queue.
@@ -230,9 +232,9 @@ struct Producer {
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
     for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
-      while (issued - load_changing(&block.consumed) >= CHUNKS) {
-      }
-      if (issued >= IN_FLIGHT) wait_chunk(block, issued - IN_FLIGHT);
+      while (issued - load_changing(&block.consumed) >= CHUNKS) pause();
+      if (issued >= IN_FLIGHT)
+        while (!has_arrived(block, issued - IN_FLIGHT)) pause();
       __syncwarp();
       const u32 bytes = min(part.bytes - at, u32(CHUNK_BYTES));
       char* to = ring + issued % CHUNKS * CHUNK_BYTES;
@@ -245,8 +247,7 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     for (u32 taken = 0;; taken++) {
-      while (load_changing(&block.pushed) == taken) {
-      }
+      while (load_changing(&block.pushed) == taken) pause();
       __syncwarp();
       const u32 what = load_changing(&block.queue[taken % 8]);
       if (what == STOP) return;
@@ -277,7 +278,9 @@ struct Stream {
   template <class P>
   __device__ __forceinline__ u32 wait() const {
     const u32 begin = warp_id() * P::WARP_BYTES, end = begin + P::WARP_BYTES;
-    for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++) wait_chunk(block, chunk + i);
+    for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++)
+      while (!has_arrived(block, chunk + i)) {
+      }
     return (chunk % CHUNKS * CHUNK_BYTES + begin) % RING_BYTES;
   }
 
