@@ -26,13 +26,14 @@
 
 #ifdef HOST_SHIM
 #define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
+#define ON_HOST 1
 #define BULK_COPIES 1
 __device__ __forceinline__ void arrival_init(u64* arrival, u32) { *arrival = 0; }
 __device__ __forceinline__ void arrivals_ready() {}
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
 __device__ __forceinline__ void sync_block() { shim::block_barrier(); }
-__device__ __forceinline__ void pause() {}
+__device__ __forceinline__ u32 clocks() { return 0; }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { std::memcpy(to, from, bytes), ++*arrival; }
 __device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { if ((*arrival & 1) == parity) shim::spin(); return (*arrival & 1) != parity; }
 __device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
@@ -48,6 +49,7 @@ template <class T>
 __device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { shim_tensor_product<T>(sums, a0, a1, a2, a3, b0, b1); }
 #else
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
+#define ON_HOST 0
 #define BULK_COPIES (__CUDA_ARCH__ >= 900)
 // The copy engine: one thread orders any number of bytes, whose arrival flips the parity of a barrier.
 __device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvta_generic_to_shared(of)); }
@@ -55,8 +57,7 @@ __device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm v
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
-// Who only looks leaves the multiprocessor to those who work.
-__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 %0;" ::"n"(PAUSE_NS)); }
+__device__ __forceinline__ u32 clocks() { u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now)); return now; }
 #if BULK_COPIES
 __device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }
@@ -169,6 +170,7 @@ constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS
 constexpr int PADDING = 8;
 constexpr int BODY_PARTS = (HAS_PROJECTION ? 1 : 0) + LAYERS * 4;
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
+constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
 static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
 // What the warps of a block add up, and the statistics of RMSNorm.
@@ -223,32 +225,40 @@ __device__ __forceinline__ bool has_arrived(Block& block, u32 chunk) {
   return arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1);
 }
 
-// The warp that streams: copies parts chunk by chunk, in the order of the queue.
+// The warp that streams: copies parts chunk by chunk, in the order of the queue, and not faster than memory gives them: what
+// is ordered too early stands before what others wait for. With the copy engine one lane does it.
 struct Producer {
   Block& block;
   char* ring;
-  u32 issued = 0;
+  u32 issued = 0, slot = 0, last = 0;  // slot of the next chunk, and when the last one was ordered
+  u32 oldest = 0, oldest_parity = 0;               // of the oldest on its way
 
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
     for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
-      while (issued - load_changing(&block.consumed) >= CHUNKS) pause();
-      if (issued >= IN_FLIGHT)
-        while (!has_arrived(block, issued - IN_FLIGHT)) pause();
-      __syncwarp();
+      while (issued - load_changing(&block.consumed) >= CHUNKS) {
+      }
+      if (issued >= IN_FLIGHT) {
+        while (!arrived_by(&block.arrival[oldest], oldest_parity)) {
+        }
+        if (++oldest == CHUNKS) oldest = 0, oldest_parity ^= 1;
+      }
+      while (clocks() - last < CLOCKS_A_CHUNK && !ON_HOST) {
+      }
+      last = clocks();
       const u32 bytes = min(part.bytes - at, u32(CHUNK_BYTES));
-      char* to = ring + issued % CHUNKS * CHUNK_BYTES;
-      u64* arrival = &block.arrival[issued % CHUNKS];
-      if (BULK_COPIES && lane_id() == 0) copy_bulk(to, from + at, bytes, arrival);
-      if (!BULK_COPIES) copy_lanes(to, from + at, bytes, arrival);
+      if (BULK_COPIES) copy_bulk(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
+      else copy_lanes(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
       issued++;
+      if (++slot == CHUNKS) slot = 0;
     }
   }
 
   __device__ __forceinline__ void run() {
+    if (BULK_COPIES && lane_id() != 0) return;
     for (u32 taken = 0;; taken++) {
-      while (load_changing(&block.pushed) == taken) pause();
-      __syncwarp();
+      while (load_changing(&block.pushed) == taken) {
+      }
       const u32 what = load_changing(&block.queue[taken % 8]);
       if (what == STOP) return;
       if (what == BODY) {
@@ -278,9 +288,12 @@ struct Stream {
   template <class P>
   __device__ __forceinline__ u32 wait() const {
     const u32 begin = warp_id() * P::WARP_BYTES, end = begin + P::WARP_BYTES;
-    for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++)
-      while (!has_arrived(block, chunk + i)) {
-      }
+    if (lane_id() == 0) {
+      for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++)
+        while (!has_arrived(block, chunk + i)) {
+        }
+    }
+    __syncwarp();
     return (chunk % CHUNKS * CHUNK_BYTES + begin) % RING_BYTES;
   }
 
@@ -320,28 +333,40 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
   block.head = part_of<Head>(HEADS_AT);
 }
 
-// All threads of the grid but those that stream. Plain loads behind it see what was stored before it, by any block.
-__device__ __forceinline__ void grid_barrier(Block& block) {
+// A barrier of all threads of the grid but those that stream, in two halves: what stands between them is done while others
+// are waited for. Plain loads behind the second half see what was stored before the first, by any block.
+__device__ __forceinline__ void grid_arrive(Block& block) {
   __syncthreads();
   if (threadIdx.x == 0) {
     block.target += CTAS;
     arrive(block.model.counter);
+  }
+}
+__device__ __forceinline__ void grid_wait(Block& block) {
+  if (threadIdx.x == 0) {
     u32 polls = 0;
     while (arrived(block.model.counter) < block.target) polled(polls);
   }
   __syncthreads();
 }
+__device__ __forceinline__ void grid_barrier(Block& block) {
+  grid_arrive(block);
+  grid_wait(block);
+}
 
 // ------------------------------------------------------------------------------------------------- one matrix product
 
-// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares.
-__device__ __forceinline__ float inverse_root(const float* squares) {
+// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares. In two steps: to load,
+// and to add up.
+struct MeanSquare {
   float sum = 0;
+  __device__ __forceinline__ void load(const float* squares) {
 #pragma unroll
-  for (int i = 0; i < (H / 8 + 31) / 32; i++)
-    if (i * 32 + lane_id() < H / 8) sum += load_fresh(squares + i * 32 + lane_id());
-  return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS);
-}
+    for (int i = 0; i < (H / 8 + 31) / 32; i++)
+      if (i * 32 + lane_id() < H / 8) sum += load_fresh(squares + i * 32 + lane_id());
+  }
+  __device__ __forceinline__ float inverse_root() const { return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS); }
+};
 
 // Eight lanes, a value each: the sum of their squares.
 __device__ __forceinline__ float sum_of_eight(float value) {
@@ -352,35 +377,40 @@ __device__ __forceinline__ float sum_of_eight(float value) {
 }
 
 // All threads of the grid: a barrier, if `waits`, then each block's rows of a matrix times `tiles` tiles of columns. What
-// does not depend on other blocks is done before the barrier.
-// Task:  const u32* row(int column): where its IN split values will be, or null; const float* squares(int column): of a
-//        NORMED task; float2 before(int column, int out): what the result is added to, and the gain of the next norm, of
-//        which this block has stored what changes; store(int column, int out, float sum); STATE tasks have no store():
-//        their sums are the residual stream, whose place is state(column), words(column) and sums_of_squares(column). The
-//        result of a paired matrix is silu(first) times second. int used(int tile): how many of the tile's columns, from
-//        the first, may have a row.
+// does not depend on other blocks is done within the barrier: addresses, residuals and, as far as there are registers,
+// the weights.
+// Task:  const u32* row(int column): where its IN split values will be, or null; of a NORMED task const float* squares(int
+//        column); Place place(int column, int out): where a result goes, and what of it this block knows before; void
+//        store(const Place&, float sum) for 8 neighbouring lanes at a time, `valid` or not; int used(int tile): how many
+//        of the tile's columns, from the first, may have a row. The result of a paired matrix is silu(first) times second.
 template <class P, class Task>
 __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task, bool waits = true) {
+  if (waits) grid_arrive(block);
   if (!P::mine()) {
-    if (waits) grid_barrier(block);
+    if (waits) grid_wait(block);
     return;
   }
   Sums& sums = block.scratch.sums;
   const int quarter = lane_id() & 3, spot = lane_id() >> 2;
   const int first = warp_id() * P::UNITS * 32 + quarter * 8;
-  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS;
+  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS;
+  constexpr int SPARE = REGISTERS_FOR_OPERANDS / 4 - P::UNITS * 2;
+  constexpr int EARLY = SPARE < 0 ? 0 : SPARE / P::GROUPS < P::UNITS ? SPARE / P::GROUPS : P::UNITS;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
     const bool last_tile = tile == tiles - 1;
     const int used = task.used(tile);
     const u32* row = spot < used ? task.row(tile * TILE + spot) : nullptr;
-    float2 early = make_float2(0, 0);
-    if constexpr (Task::STATE) {
-      const int column = tile * TILE + int(threadIdx.x) / OUTS, out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
-      if (int(threadIdx.x) < used * OUTS && out < P::OUT && task.row(column)) early = task.before(column, out);
-    }
+    const int my_column = tile * TILE + int(threadIdx.x) / OUTS, my_out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
+    const bool mine = int(threadIdx.x) < used * OUTS && my_out < LAST && task.row(my_column);
+    typename Task::Place early = {};
+    if (mine) early = task.place(my_column, my_out);
+    const u32 weights = stream.wait<P>();
+    uint4 held[EARLY ? EARLY * P::GROUPS : 1];
+#pragma unroll
+    for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = stream.load(weights, i * 512);
 
-    if (waits && tile == 0) grid_barrier(block);
+    if (waits && tile == 0) grid_wait(block);
 
     uint4 words[P::UNITS * 2];
 #pragma unroll
@@ -390,24 +420,21 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
       for (int i = 0; i < 2; i++)
         words[u * 2 + i] = row && inside ? load_fresh(reinterpret_cast<const uint4*>(row + first + u * 32) + i) : make_uint4(0, 0, 0, 0);
     }
-    if constexpr (Task::NORMED) {
-      for (int i = warp_id(); i < used; i += WARPS_A_BLOCK) {
-        if (!task.row(tile * TILE + i)) continue;
-        const float inverse = inverse_root(task.squares(tile * TILE + i));
-        if (lane_id() == 0) sums.inverse[i] = inverse;
-      }
-    }
+    // A warp a position, as far as there are warps; of the others below.
+    MeanSquare square;
+    const bool squaring = Task::NORMED && warp_id() < used && task.row(tile * TILE + warp_id());
+    if constexpr (Task::NORMED)
+      if (squaring) square.load(task.squares(tile * TILE + warp_id()));
 
     // Sums that do not wait for each other.
     constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
     float acc[P::GROUPS][CHAINS][4] = {};
-    const u32 weights = stream.wait<P>();
 #pragma unroll
     for (int u = 0; u < P::UNITS; u++) {
       const uint4 a = words[u * 2], b = words[u * 2 + 1];
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
-        const uint4 w = stream.load(weights, (u * P::GROUPS + g) * 512);
+        const uint4 w = u < EARLY ? held[u * P::GROUPS + g] : stream.load(weights, (u * P::GROUPS + g) * 512);
         tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
         tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
       }
@@ -425,13 +452,30 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
         *reinterpret_cast<float2*>(&sums.part[warp_id()][spot][g * 8 + quarter * 2]) = both;
       }
     }
+    if constexpr (Task::NORMED) {
+      if (squaring) {
+        const float inverse = square.inverse_root();
+        if (lane_id() == 0) sums.inverse[warp_id()] = inverse;
+      }
+      for (int i = warp_id() + WARPS_A_BLOCK; i < used; i += WARPS_A_BLOCK) {
+        if (!task.row(tile * TILE + i)) continue;
+        MeanSquare other;
+        other.load(task.squares(tile * TILE + i));
+        const float inverse = other.inverse_root();
+        if (lane_id() == 0) sums.inverse[i] = inverse;
+      }
+    }
     __syncthreads();
     if (last_tile) stream.release<P>();
 #pragma unroll 1
     for (int begin = warp_id() * 32; begin < used * OUTS; begin += THREADS) {
       const int index = begin + lane_id(), place = index / OUTS, column = tile * TILE + place;
       const int local = index % OUTS, out = blockIdx.x * OUTS + local;
-      const bool valid = index < used * OUTS && out < P::OUT * OUTS / P::ROWS && task.row(column);
+      bool valid = mine;
+      if (begin >= THREADS) {
+        valid = index < used * OUTS && out < LAST && task.row(column);
+        if (valid) early = task.place(column, out);
+      }
       float total = 0;
       if (valid) {
         const int line = P::PAIRED ? local / 8 * 16 + local % 8 : local;
@@ -445,92 +489,110 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
         total = (sum[0] + sum[1]) * inverse;
         if (P::PAIRED) total = __fdividef(total, 1 + expf(-total)) * ((other[0] + other[1]) * inverse);
       }
-      if constexpr (Task::STATE) {
-        if (valid && begin >= THREADS) early = task.before(column, out);
-        const float value = valid ? total + early.x : 0, squares = sum_of_eight(value);
-        if (valid) {
-          task.state(column)[out] = value;
-          store_split(task.words(column), out, value * early.y);
-          if (out % 8 == 0) task.sums_of_squares(column)[out / 8] = squares;
-        }
-      } else {
-        if (valid) task.store(column, out, total);
-      }
+      task.store(early, total, valid);
     }
     if (!last_tile) __syncthreads();
   }
 }
 
-template <bool NORMED_, bool STATE_>
+template <bool NORMED_>
 struct Columns {
-  static constexpr bool NORMED = NORMED_, STATE = STATE_;
+  static constexpr bool NORMED = NORMED_;
   const Block& block;
   int columns;
   __device__ __forceinline__ bool active(int column) const { return block.position[column] >= 0; }
   __device__ __forceinline__ int used(int tile) const { return min(columns - tile * TILE, TILE); }
 };
 
-struct ProjectTask : Columns<false, true> {
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
-  __device__ __forceinline__ float2 before(int, int out) const { return make_float2(__ldg(block.model.bias + out), __ldg(block.model.input_norm + out)); }
-  __device__ __forceinline__ float* state(int column) const { return block.model.inputs + column * H; }
-  __device__ __forceinline__ u32* words(int column) const { return block.model.input_words + column * H; }
-  __device__ __forceinline__ float* sums_of_squares(int column) const { return block.model.input_squares + column * (H / 8); }
+// What makes the residual stream: the sum is added to what is there, and stored for the norm that follows.
+struct StateTask : Columns<false> {
+  const float* gain;
+  struct Place {
+    float* state;
+    u32* words;
+    float* squares;  // of its eight values
+    int out;
+    float before, gain;
+  };
+  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
+    const float value = place.before + sum, squares = sum_of_eight(value);
+    if (!valid) return;
+    *place.state = value;
+    store_split(place.words, place.out, value * place.gain);
+    if (place.out % 8 == 0) *place.squares = squares;
+  }
 };
 
-struct QkvTask : Columns<true, false> {
+struct ProjectTask : StateTask {
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
+  __device__ __forceinline__ Place place(int column, int out) const {
+    const Model& m = block.model;
+    return {m.inputs + column * H + out, m.input_words + column * H, m.input_squares + column * (H / 8) + out / 8, out, __ldg(m.bias + out), __ldg(gain + out)};
+  }
+};
+
+struct HiddenTask : StateTask {
+  __device__ __forceinline__ Place place_behind(const float* before, int column, int out) const {
+    const Model& m = block.model;
+    return {m.hidden + column * H + out, m.hidden_words + column * H, m.hidden_squares + column * (H / 8) + out / 8, out, load_fresh(before + column * H + out), __ldg(gain + out)};
+  }
+};
+
+struct OutTask : HiddenTask {
+  int layer;
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
+  __device__ __forceinline__ Place place(int column, int out) const {
+    return place_behind(layer ? block.model.hidden : block.model.inputs, column, out);
+  }
+};
+
+struct DownTask : HiddenTask {
+  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
+  __device__ __forceinline__ Place place(int column, int out) const { return place_behind(block.model.hidden, column, out); }
+};
+
+struct QkvTask : Columns<true> {
   int layer, width;
+  struct Place {
+    float* to;
+  };
   __device__ __forceinline__ const u32* row(int column) const {
     return active(column) ? (layer ? block.model.hidden_words : block.model.input_words) + column * H : nullptr;
   }
   __device__ __forceinline__ const float* squares(int column) const {
     return (layer ? block.model.hidden_squares : block.model.input_squares) + column * (H / 8);
   }
-  __device__ __forceinline__ void store(int column, int out, float sum) const {
-    if (out < Q_WIDTH) {
-      block.model.queries[column * Q_WIDTH + out] = sum;
-      return;
-    }
+  __device__ __forceinline__ Place place(int column, int out) const {
+    if (out < Q_WIDTH) return {block.model.queries + column * Q_WIDTH + out};
     out -= Q_WIDTH;
     float* cache = out < KV_WIDTH ? block.model.keys : block.model.values;
-    const int row = column / width;
-    cache[((layer * MAX_BATCH + row) * G + block.position[column]) * KV_WIDTH + out % KV_WIDTH] = sum;
+    return {cache + ((layer * MAX_BATCH + column / width) * G + block.position[column]) * KV_WIDTH + out % KV_WIDTH};
+  }
+  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
+    if (valid) *place.to = sum;
   }
 };
 
-// What adds to the residual stream.
-struct StateTask : Columns<false, true> {
-  const float* gain;
-  __device__ __forceinline__ float* state(int column) const { return block.model.hidden + column * H; }
-  __device__ __forceinline__ u32* words(int column) const { return block.model.hidden_words + column * H; }
-  __device__ __forceinline__ float* sums_of_squares(int column) const { return block.model.hidden_squares + column * (H / 8); }
-};
-
-struct OutTask : StateTask {
-  int layer;
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
-  __device__ __forceinline__ float2 before(int column, int out) const {
-    return make_float2(load_fresh((layer ? block.model.hidden : block.model.inputs) + column * H + out), __ldg(gain + out));
-  }
-};
-
-struct GateUpTask : Columns<true, false> {
+struct GateUpTask : Columns<true> {
+  struct Place {
+    u32* words;
+    int out;
+  };
   __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.hidden_words + column * H : nullptr; }
   __device__ __forceinline__ const float* squares(int column) const { return block.model.hidden_squares + column * (H / 8); }
-  __device__ __forceinline__ void store(int column, int out, float product) const { store_split(block.model.activated + column * INTER, out, product); }
-};
-
-struct DownTask : StateTask {
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
-  __device__ __forceinline__ float2 before(int column, int out) const {
-    return make_float2(load_fresh(block.model.hidden + column * H + out), __ldg(gain + out));
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.model.activated + column * INTER, out}; }
+  __device__ __forceinline__ void store(const Place& place, float product, bool valid) const {
+    if (valid) store_split(place.words, place.out, product);
   }
 };
 
 // One head, for the entries that want it; `columns` counts entries.
-struct HeadTask : Columns<true, false> {
+struct HeadTask : Columns<true> {
   int head;
   float* logits;
+  struct Place {
+    float* to;
+  };
   __device__ __forceinline__ const u32* row(int entry) const {
     return block.head_of[entry] == head ? block.model.hidden_words + block.source_of[entry] * H : nullptr;
   }
@@ -539,7 +601,10 @@ struct HeadTask : Columns<true, false> {
     const u32 wanted = __ballot_sync(ALL_LANES, lane_id() < TILE && tile * TILE + lane_id() < columns && block.head_of[tile * TILE + (lane_id() & 7)] == head);
     return 32 - __clz(wanted);
   }
-  __device__ __forceinline__ void store(int entry, int out, float sum) const { logits[entry * V + out] = sum; }
+  __device__ __forceinline__ Place place(int entry, int out) const { return {logits + entry * V + out}; }
+  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
+    if (valid) *place.to = sum;
+  }
 };
 
 // ------------------------------------------------------------------------------------------------------------ attention
@@ -639,16 +704,16 @@ template <bool PROJECTED>
 __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns, int width) {
   const int tiles = (columns + TILE - 1) / TILE;
   const Model& model = block.model;
-  if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{block, columns}});
+  if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, columns}, model.input_norm}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, columns}, layer, width});
     grid_barrier(block);
     attend(block, layer, columns, width);
-    multiply<Out>(block, stream, tiles, OutTask{{{block, columns}, model.post_norm + layer * H}, layer});
+    multiply<Out>(block, stream, tiles, OutTask{{{{block, columns}, model.post_norm + layer * H}}, layer});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, columns}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
-    multiply<Down>(block, stream, tiles, DownTask{{{block, columns}, next_norm}});
+    multiply<Down>(block, stream, tiles, DownTask{{{{block, columns}, next_norm}}});
   }
 }
 
@@ -684,11 +749,20 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
 template <class Values>
 __device__ __forceinline__ void enter_decoder(Block& block, int column, const Values& value_of) {
   const Model& model = block.model;
-  for (int begin = warp_id() * 32; begin < H; begin += THREADS) {
-    const int i = begin + lane_id();
-    const float value = value_of(i), squares = sum_of_eight(value);
-    model.inputs[column * H + i] = value;
-    store_split(model.input_words + column * H, i, value * __ldg(model.input_norm + i));
+  constexpr int EACH = (H + THREADS - 1) / THREADS;
+  float value[EACH], gain[EACH];
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int i = j * THREADS + threadIdx.x;
+    value[j] = i < H ? value_of(i) : 0, gain[j] = i < H ? __ldg(model.input_norm + i) : 0;
+  }
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const int i = j * THREADS + threadIdx.x;
+    const float squares = sum_of_eight(value[j]);
+    if (i >= H) continue;
+    model.inputs[column * H + i] = value[j];
+    store_split(model.input_words + column * H, i, value[j] * gain[j]);
     if (i % 8 == 0) model.input_squares[column * (H / 8) + i / 8] = squares;
   }
 }
@@ -702,7 +776,7 @@ __device__ __forceinline__ void enter(Block& block, int column, const Values& va
     enter_decoder(block, column, value_of);
   }
 }
-__device__ __forceinline__ void embed(Block& block, int column, const WEIGHT* from) {
+__device__ __noinline__ void embed(Block& block, int column, const WEIGHT* from) {
   enter(block, column, [&](int i) { return to_float(from[i]); });
 }
 __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth, int code) {
@@ -732,6 +806,21 @@ __device__ __forceinline__ void commit(const Model& model, int row, int depth, i
   if (round == 0) return;
   int* entry = model.history + (row * G + round - 1) * 3;
   entry[0] = depth, entry[1] = 0, entry[2] = 0;
+}
+
+// All threads of a block: picks the code of one entry. In `round` 0 and above it is committed, with the state it comes
+// from; it enters the next pass at column `place`, if that is not negative.
+__device__ __noinline__ void pick_entry(Block& block, int entry, int row, const float* logits, int use, float* laws, int* codes,
+                                        int round, int state, int place) {
+  const int depth = block.head_of[entry] + 1;
+  if (depth == 0) return;
+  select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
+  const int code = block.pick;
+  if (threadIdx.x == 0) {
+    codes[entry] = code;
+    if (round >= 0) commit(block.model, row, depth, state, code, round);
+  }
+  if (place >= 0 && depth < G - 1) embed(block, place, embedding(block.model, depth, code));
 }
 
 // All threads of a block: the columns of the next round, from the state in device memory. Sets `finished`.
@@ -830,14 +919,8 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
       int* const codes = verifying ? model.picks : model.drafts;
 #pragma unroll 1
       for (int entry = cta; entry < entries; entry += CTAS) {  // a block an entry
-        const int depth = block.head_of[entry] + 1, row = entry / a_row;
-        if (depth == 0) continue;
-        select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
-        const int code = block.pick;
-        if (threadIdx.x == 0) codes[entry] = code;
-        if (plain && threadIdx.x == 0) commit(model, row, depth, width - 1, code, round);
-        if ((plain || !verifying) && depth < G - 1)
-          embed(block, verifying ? row * full : row * full + 1 + entry % drafts, embedding(model, depth, code));
+        const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % drafts;
+        pick_entry(block, entry, row, logits, use, laws, codes, plain ? round : -1, width - 1, plain || !verifying ? place : -1);
       }
       // The next pass begins with a barrier, and a round that is planned needs one before.
       if (verifying) grid_barrier(block);
@@ -886,7 +969,9 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {
     if (block.position[column] < 0) continue;
     const float* row = block.model.hidden + column * H;
-    const float inverse = inverse_root(block.model.hidden_squares + column * (H / 8));
+    MeanSquare square;
+    square.load(block.model.hidden_squares + column * (H / 8));
+    const float inverse = square.inverse_root();
     for (int i = lane_id(); i < H; i += 32) states[column * H + i] = load_fresh(row + i) * inverse * block.model.final_norm[i];
   }
 }

@@ -40,8 +40,7 @@ CHUNK_BYTES = 4096
 IN_FLIGHT = 8
 """Chunks of a block that are on their way at a time: more would stand in the way of what is waited for."""
 STREAMING_THREADS = 32
-PAUSE_NS = 32
-"""Nanoseconds between two looks of the warp that streams."""
+CLOCKS_A_CHUNK = 220
 
 Words = NDArray[np.uint16]
 
@@ -173,7 +172,7 @@ class FusedPlan:
             "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
-            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "PARTICIPANTS": str(self.threads), "PAUSE_NS": str(PAUSE_NS),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "PARTICIPANTS": str(self.threads), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
             "MAX_BATCH": str(self.max_batch),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
