@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
 
 from .checkpoint import SPECIAL_CODES, SpeechCheckpoint, Weights
 from .code2wav import CodecSpec
 from .decoder import write_decoder
 from .engine import Backend, EngineOptions, Report, check_precision
-from .graph import GRAPH_FILE, GraphWriter, write_heads_graph
+from .graph import GraphWriter, write_heads_graph
 from .moe import MoeSpec
 from .rebuild import Outcome, RebuildOptions, build_component
 from .sidecar import PLAN_FILES
@@ -46,7 +47,7 @@ class BuildOptions:
     Attributes
     ----------
     precision : str
-        ``fp32`` or ``fp16``: how weights and side files are stored. The codec is always FP32.
+        ``fp32``, ``fp16`` or ``bf16``: how weights and side files are stored. The codec is always FP32.
     max_input_len : int
         Rows of a prefill.
     max_kv_cache_capacity : int
@@ -128,7 +129,8 @@ class EngineBuild(ABC):
     ) -> None:
         self._backend, self._engine_options = backend, engine_options or EngineOptions()
         self._narrow = backend.binding is not None
-        _check_precision(options.precision, backend)
+        if backend.binding is not None:
+            check_precision(backend.binding, options.precision)
         self.checkpoint, self.codec = checkpoint, codec
         self.weights = Weights(checkpoint.folder)
         self.engine_dir, self.options = engine_dir, options
@@ -242,7 +244,7 @@ class EngineBuild(ABC):
                 accept_hidden_layer=accept_hidden_layer,
                 progress=progress,
             )
-            graph.save()
+            graph.save(index=name == "code_predictor")
 
     def _side_file(self, folder: Path, stem: str, sources: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Write ``stem.safetensors`` whose keys come from checkpoint tensors of known shapes."""
@@ -297,16 +299,6 @@ class EngineBuild(ABC):
             "max_verify_size": options.max_verify_size,
         }
         return config
-
-
-def _check_precision(precision: str, backend: Backend) -> None:
-    if backend.binding is not None:
-        check_precision(backend.binding, precision)
-    elif precision == "bf16":
-        raise ConfigError(
-            "precision bf16 is not possible on this backend: ONNX Runtime's CPU MatMul has no BF16; "
-            "give fp32 (exact for BF16 checkpoints) or fp16"
-        )
 
 
 def _check_codec(checkpoint: SpeechCheckpoint, codec: CodecSpec) -> None:

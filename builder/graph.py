@@ -7,6 +7,7 @@ A graph written here holds no weight in memory: each initializer is read, conver
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE, WEIGHT_INDEX
 from trt_cpspec.tensorfile import encode
 
 OPSET = 17
@@ -26,8 +28,6 @@ OPSET = 17
 IR_VERSION = 8
 """The IR version that goes with opset 17."""
 
-GRAPH_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"
 _ALIGNMENT = 64
 ELEMENT = {"F32": TensorProto.FLOAT, "F16": TensorProto.FLOAT16, "BF16": TensorProto.BFLOAT16}
 """ONNX's number of each stored type."""
@@ -59,8 +59,8 @@ class GraphWriter:
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._counter = 0
         self._graph_path = folder / GRAPH_FILE
-        self._data_path = folder / DATA_FILE
-        self._partial_data = folder / (DATA_FILE + ".partial")
+        self._data_path = folder / GRAPH_DATA_FILE
+        self._partial_data = folder / (GRAPH_DATA_FILE + ".partial")
         self._partial_graph = folder / (GRAPH_FILE + ".partial")
         self._data: BinaryIO = self._partial_data.open("wb")
 
@@ -122,15 +122,18 @@ class GraphWriter:
         offset = self._data.tell()
         length = sum(self._data.write(encode(block, dtype, name)) for block in blocks)
         tensor = TensorProto(name=name, data_type=ELEMENT[dtype], dims=list(shape), data_location=TensorProto.EXTERNAL)
-        for key, value in (("location", DATA_FILE), ("offset", offset), ("length", length)):
+        for key, value in (("location", GRAPH_DATA_FILE), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         if length != int(np.prod(shape, dtype=np.int64)) * (4 if dtype == "F32" else 2):
             raise ValueError(f"weight {name!r} gave {length} bytes for the shape {tuple(shape)} in {dtype}")
         self._initializers.append(tensor)
         return name
 
-    def save(self) -> None:
-        """Write the graph, check it, and put both files in place."""
+    def save(self, *, index: bool = False) -> None:
+        """Write the graph, check it, and put both files in place.
+
+        With ``index``, ``model.weights.json`` beside them says where each weight lies, for readers without ONNX.
+        """
         graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, self._initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         model.producer_name = "trt_cpspec"
@@ -139,6 +142,20 @@ class GraphWriter:
         os.replace(self._partial_data, self._data_path)  # the checker looks the weights up by their final name
         onnx.checker.check_model(str(self._partial_graph))
         os.replace(self._partial_graph, self._graph_path)
+        if index:
+            (self._graph_path.parent / WEIGHT_INDEX).write_text(json.dumps(self._weight_index(), indent=1) + "\n")
+
+    def _weight_index(self) -> dict[str, Any]:
+        stored = {int(number): name for name, number in ELEMENT.items()}
+        return {
+            tensor.name: {
+                "dtype": stored[tensor.data_type],
+                "shape": list(tensor.dims),
+                "offset": int(next(entry.value for entry in tensor.external_data if entry.key == "offset")),
+            }
+            for tensor in self._initializers
+            if tensor.data_location == TensorProto.EXTERNAL
+        }
 
     def _fresh(self, kind: str) -> str:
         self._counter += 1

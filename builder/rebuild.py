@@ -15,10 +15,10 @@ from typing import Any, Literal
 from trt_cpspec import __version__
 from trt_cpspec.config import MAX_VERIFY_SIZE
 from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.runtime import GRAPH_FILE
 
 from . import sidecar
 from .engine import Backend, EngineOptions, OnnxGraph, Report, build_plan, expected_record
-from .graph import GRAPH_FILE
 from .profile import (
     Kind,
     Limits,

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_cpspec.errors import ConfigError, EngineError
-
-from .graph import DATA_FILE, GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
 
 CONFIG_FILE = "config.json"
 NEXT_FILE = "config.json.next"
@@ -59,7 +58,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def _is_side_file(name: str) -> bool:
-    own = {GRAPH_FILE, DATA_FILE, CONFIG_FILE, NEXT_FILE}
+    own = {GRAPH_FILE, GRAPH_DATA_FILE, CONFIG_FILE, NEXT_FILE}
     own.update(plan + suffix for plan in PLAN_FILES for suffix in ("", BACKUP_SUFFIX))
     return name not in own and not name.endswith((PARTIAL_SUFFIX, ".data"))
 

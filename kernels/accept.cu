@@ -118,13 +118,13 @@ __device__ __forceinline__ u32 pick_residual(Pick& s, ExactScore exact_score, bo
   return warp_id() == 0 ? pick_settle(s, exact_score) : 0;
 }
 
-KERNEL __launch_bounds__(THREADS) accept(const int* __restrict__ drafts, const float* __restrict__ draft_laws,
-                                         const int* __restrict__ picks, const float* __restrict__ target_laws,
-                                         const Request* __restrict__ requests, int* __restrict__ last,
-                                         int* __restrict__ codes, int* __restrict__ states, int* __restrict__ rounds,
-                                         int* __restrict__ history, int n, int coupled) {
-  __shared__ Shared s;
-  const int row = blockIdx.x, lane = lane_id();
+// All threads of a block: one row of the batch. One warp writes; a barrier follows before anyone reads that, or uses `s`
+// again.
+__device__ __forceinline__ void accept_row(Shared& s, int row, const int* drafts, const float* draft_laws,
+                                           const int* picks, const float* target_laws, const Request* requests,
+                                           int* last, int* codes, int* states, int* rounds, int* history, int n,
+                                           int coupled) {
+  const int lane = lane_id();
   drafts += row * n, draft_laws += u64(row) * n * V, picks += row * (n + 1), target_laws += u64(row) * (n + 1) * V;
 
   // Whatever has a known address is loaded first, all at once.
@@ -181,4 +181,14 @@ KERNEL __launch_bounds__(THREADS) accept(const int* __restrict__ drafts, const f
   rounds[row] = round + 1;
   int* entry = history + (row * G + round) * 3;
   entry[0] = first_depth, entry[1] = proposed, entry[2] = accepted;
+}
+
+KERNEL __launch_bounds__(THREADS) accept(const int* __restrict__ drafts, const float* __restrict__ draft_laws,
+                                         const int* __restrict__ picks, const float* __restrict__ target_laws,
+                                         const Request* __restrict__ requests, int* __restrict__ last,
+                                         int* __restrict__ codes, int* __restrict__ states, int* __restrict__ rounds,
+                                         int* __restrict__ history, int n, int coupled) {
+  __shared__ Shared s;
+  accept_row(s, blockIdx.x, drafts, draft_laws, picks, target_laws, requests, last, codes, states, rounds, history, n,
+             coupled);
 }

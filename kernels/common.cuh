@@ -8,6 +8,18 @@ typedef unsigned long long u64;
 typedef unsigned short u16;
 
 #define KERNEL extern "C" __global__ void
+
+// PARTICIPANTS, where it is defined: only so many of a block's threads take part in its barriers, the first ones.
+#ifdef PARTICIPANTS
+#ifdef HOST_SHIM
+__device__ __forceinline__ void sync_participants() { shim::barrier_of(PARTICIPANTS); }
+#else
+__device__ __forceinline__ void sync_participants() { asm volatile("bar.sync 1, %0;" ::"n"(PARTICIPANTS) : "memory"); }
+#endif
+#define __syncthreads sync_participants
+#else
+#define PARTICIPANTS blockDim.x
+#endif
 #define ALL_LANES 0xFFFFFFFFu
 #define MINUS_INFINITY __uint_as_float(0xFF800000u)
 
@@ -193,7 +205,7 @@ __device__ __forceinline__ void pick_offer(Pick& s, u32 best) {
 
 // Step 2, all threads: the lowest score that is still in question.
 __device__ __forceinline__ float pick_bar(const Pick& s) {
-  return key_to_float(warp_max(lane_id() < int(blockDim.x) / 32 ? s.best_of_warp[lane_id()] : 0)) - PICK_MARGIN;
+  return key_to_float(warp_max(lane_id() < int(PARTICIPANTS) / 32 ? s.best_of_warp[lane_id()] : 0)) - PICK_MARGIN;
 }
 
 // Step 3, all threads, for each code whose score is at least the bar; a barrier follows.

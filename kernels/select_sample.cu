@@ -419,19 +419,12 @@ __device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, dou
   return picked;
 }
 
-KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
-                                                const int* __restrict__ last, int* __restrict__ codes,
-                                                float* __restrict__ laws, int* __restrict__ errors, int use,
-                                                int deepest) {
-  __shared__ Shared s;
-  const int batch_row = blockIdx.y, entry = batch_row * gridDim.x + blockIdx.x;
+// All threads of a block: the law of one row of logits (`law` may be null) and its pick. One thread of the first warp
+// writes codes[entry]; a barrier follows before anyone reads it, or uses `s` again.
+__device__ __forceinline__ void select_row(Shared& s, const float* logits, const Request request, int depth, int deepest,
+                                           int use, float* law, int* codes, int entry, int* errors, int row_of_batch) {
   Row row;
-  logits += u64(entry) * V;
   load_row(row, logits);
-  const int depth = last[batch_row] + 1 + blockIdx.x;
-  const Request request = requests[batch_row];
-  float* law = laws ? laws + u64(entry) * V : nullptr;
-
   s.by_count.clear();
   s.by_mass.clear();
   s.few.clear();
@@ -444,7 +437,7 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
     if (law) store_row(law, one_hot);
     if (threadIdx.x == 0) {
       codes[entry] = 0;
-      atomicMin(&errors[batch_row], depth);
+      atomicMin(&errors[row_of_batch], depth);
     }
     return;
   }
@@ -483,3 +476,17 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
   const u32 code = pick_settle(s.pick, exact_score);
   if (lane_id() == 0) codes[entry] = code;
 }
+
+KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
+                                                const int* __restrict__ last, int* __restrict__ codes,
+                                                float* __restrict__ laws, int* __restrict__ errors, int use,
+                                                int deepest) {
+  __shared__ Shared s;
+  const int row = blockIdx.y, entry = row * gridDim.x + blockIdx.x;
+  const Request request = requests[row];
+  select_row(s, logits + u64(entry) * V, request, last[row] + 1 + blockIdx.x, deepest, use,
+             laws ? laws + u64(entry) * V : nullptr, codes, entry, errors, row);
+}
+
+#undef ITEMS
+#undef LISTED

@@ -17,7 +17,8 @@ from trt_cpspec import bench as bench_module
 from trt_cpspec.bench import choose_verify_size, time_windows, usable_windows
 from trt_cpspec.cli import tts
 from trt_cpspec.contexts import random_contexts, spoken_contexts
-from trt_cpspec.pipeline import Qwen3TTS
+from trt_cpspec.omni import Qwen3Omni
+from trt_cpspec.pipeline import Qwen3TTS, SpeechModel
 from trt_cpspec.predictor import CodePredictor
 
 Patch = pytest.MonkeyPatch
@@ -89,6 +90,19 @@ def test_contexts_are_what_the_predictor_is_asked_for(lively: Qwen3TTS) -> None:
     assert contexts.talker_hidden.shape == (5, lively.predictor.spec.talker_hidden_size)
 
 
+def test_an_omni_engine_is_measured_at_random_states(omni: Any) -> None:
+    report = report_of(omni.engine)
+    assert report["contexts"].endswith("random hidden states")
+    assert [row["verify_size"] for row in report["windows"]] == [0, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_omni_says_a_text_as_its_answer(omni: Any) -> None:
+    voice = omni.model.voice
+    contexts = spoken_contexts(voice, omni.model.saying(voice, "Hello."), count=5, seed=3)
+    assert contexts.source == "5 frames of a spoken text"
+    assert contexts.talker_hidden.shape == (5, voice.predictor.spec.talker_hidden_size)
+
+
 # ---- auto -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +159,18 @@ def test_auto_in_python_is_measured_once(lively: Qwen3TTS, monkeypatch: Patch) -
     speeches = [model.synthesize("Hi.", seed=1, max_audio_length=2, verify_size="auto") for _ in range(2)]
     assert [speech.stats.window.verify_size for speech in speeches] == [4, 4]
     assert calls == [{"mode": "rejection", "batch": 1, "params": lively.talker.spec.defaults.subtalker}]
+
+
+def test_auto_answers_in_python(omni: Any, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(bench_module, "choose_verify_size", lambda *args, **how: {"verify_size": 4, "reason": ""})
+    model = Qwen3Omni(omni.model.thinker, omni.model.tokenizer, SpeechModel(*speaking_parts(omni)))
+    reply = model.respond("Hi", seed=1, max_generate_length=2, max_audio_length=2, verify_size="auto")
+    assert reply.speech is not None
+    assert reply.speech.stats.window.verify_size == 4
+
+
+def speaking_parts(omni: Any) -> tuple[Any, Any, Any]:
+    return omni.model.voice.talker, omni.model.voice.predictor, omni.model.voice.codec
 
 
 def test_auto_on_the_command_line_says_what_it_took(engines: Path, tmp_path: Path) -> None:

@@ -215,12 +215,6 @@ def test_impossible_options_are_named(options: dict[str, Any], words: str) -> No
         BuildOptions(**options)
 
 
-def test_bf16_is_refused_where_the_graphs_are_for_onnx_runtime(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"precision bf16 is not possible on this backend: .* no BF16; give fp32"):
-        TtsBuild(CHECKPOINT, tmp_path / "engine", BuildOptions(precision="bf16"))
-    assert not (tmp_path / "engine").exists()
-
-
 def test_a_capacity_beyond_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="32769 exceeds the Talker's max_position_embeddings 32768"):
         TtsBuild(CHECKPOINT, tmp_path / "engine", BuildOptions(max_kv_cache_capacity=32769))
@@ -469,6 +463,25 @@ def test_a_sharded_bf16_checkpoint_builds(
         np.testing.assert_array_equal(tables.read(f"lm_head_{index}.weight"), expected)
     speech = Qwen3TTS.from_engine_dir(engine, threads=1).synthesize("Hello world", seed=1, max_audio_length=3)
     assert len(speech.codes) >= 1
+
+
+def test_bf16_weights_speak_as_the_fp32_build_of_their_checkpoint(
+    synthetic: Callable[..., Path], build: Callable[..., Path], tmp_path: Path
+) -> None:
+    """They are stored in half the bytes and widened at load: to the very numbers of an FP32 build."""
+    checkpoint = synthetic(dtype="BF16", codebook_size=64, agreement=0.9)
+    speech = {}
+    for precision in ("fp32", "bf16"):
+        engine = build(checkpoint, tmp_path / precision, precision=precision)
+        assert json.loads((engine / "code_predictor" / "config.json").read_text())["precision"] == precision
+        tts = Qwen3TTS.from_engine_dir(engine, threads=1)
+        speech[precision] = tts.synthesize("Good morning!", seed=1, max_audio_length=6, verify_size=3)
+    assert len(speech["bf16"].codes) > 1
+    assert speech["bf16"].stats.accepted > 0
+    np.testing.assert_array_equal(speech["bf16"].codes, speech["fp32"].codes)
+    np.testing.assert_array_equal(speech["bf16"].waveform, speech["fp32"].waveform)
+    sizes = [(tmp_path / p / "talker" / "model.onnx.data").stat().st_size for p in ("bf16", "fp32")]
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 ENGINE_SPECS = {"talker": TalkerSpec, "code_predictor": CodePredictorSpec}

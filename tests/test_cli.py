@@ -571,8 +571,7 @@ def checkpoint_copy(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--precision", "bf16"), "bf16 is not possible on this backend: .*give fp32 .* or fp16"),
-        (("--precision", "fp8"), "unknown precision 'fp8'; allowed: fp32, fp16"),
+        (("--precision", "fp8"), "unknown precision 'fp8'; allowed: fp32, fp16, bf16"),
         (("--maxInputLen", "0"), "max_input_len is 0"),
         (("--maxBatchSize", "-2"), "max_batch_size is -2"),
         (("--maxVerifySize", "9"), "max_verify_size is 9, the widest window is 8"),
@@ -842,9 +841,6 @@ REFUSED_PLANS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "backend": (("--backend", "rtx", *OF_CHECKPOINT), "unknown backend 'rtx'; allowed: .*tensorrt, tensorrt_rtx"),
     "backend of a dry run": (("--onnxDir", "graphs", "--dryRun", "--backend", "trt"), "unknown backend 'trt'"),
-    "bf16": (
-        (*OF_CHECKPOINT, "--backend", "onnxruntime", "--precision", "bf16"), "bf16 is not possible .* no BF16; give",
-    ),
     "no plan": (("--onnxDir", "graphs", "--backend", "onnxruntime"), "a plan needs TensorRT or TensorRT-RTX"),
     "nothing to build from": ((), "eng does not exist, .*: say with --checkpointDir or --onnxDir what to build from"),
     "no graphs": (("--onnxDir", "nowhere"), "the ONNX folder nowhere does not exist"),

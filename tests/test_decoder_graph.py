@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from trt_cpspec.builder.graph import DATA_FILE, GRAPH_FILE, OPSET, GraphWriter
+from trt_cpspec.builder.graph import OPSET, GraphWriter
 
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
 from trt_cpspec.session import GraphSession
 
 DECODERS = ("talker", "code_predictor")
@@ -71,11 +72,11 @@ def test_weights_lie_in_the_data_file(graphs: dict[tuple[str, str], Path], preci
     end = 0
     for item in external:
         place = {entry.key: entry.value for entry in item.external_data}
-        assert place["location"] == DATA_FILE
+        assert place["location"] == GRAPH_DATA_FILE
         assert int(place["offset"]) >= end
         assert int(place["offset"]) % 64 == 0
         end = int(place["offset"]) + int(place["length"])
-    assert end == (path.parent / DATA_FILE).stat().st_size
+    assert end == (path.parent / GRAPH_DATA_FILE).stat().st_size
     assert len(external) > 10
     assert path.stat().st_size < 200_000  # what stays inside is small
 
@@ -128,7 +129,7 @@ def write(folder: Path, blocks: list[np.ndarray], shape: tuple[int, ...], dtype:
 def test_a_weight_in_blocks_is_the_whole_weight(tmp_path: Path, dtype: str) -> None:
     weight = np.arange(12, dtype=np.float32).reshape(4, 3)
     write(tmp_path, [weight[:1], weight[1:3], weight[3:]], weight.shape, dtype)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [GRAPH_FILE, DATA_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [GRAPH_FILE, GRAPH_DATA_FILE]
     given = np.eye(4, dtype=np.float32)[:2]
     np.testing.assert_array_equal(GraphSession(tmp_path / GRAPH_FILE).run({"x": given})["y"], weight[:2])
 

@@ -21,11 +21,12 @@ from click.testing import CliRunner, Result
 from trt_cpspec.builder.cli import main
 
 from trt_cpspec import outputs
-from trt_cpspec.cli import tts
+from trt_cpspec.cli import llm, tts
 from trt_cpspec.codec import Code2Wav
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.guards import check_waveform, frame_limit, longest_repeat, longest_silence, speech_warnings
-from trt_cpspec.pipeline import Qwen3TTS
+from trt_cpspec.pipeline import Qwen3TTS, SpeechModel
+from trt_cpspec.thinker import Thinker
 
 Patch = pytest.MonkeyPatch
 RATE = 24000
@@ -48,16 +49,16 @@ def work(tmp_path: Path, monkeypatch: Patch) -> Path:
 @pytest.fixture
 def endless(monkeypatch: Patch) -> None:
     """A Talker that never says that speech has ended."""
-    real = Qwen3TTS._sample_first_codes
+    real = SpeechModel._sample_first_codes
 
-    def sample(self: Qwen3TTS, live: Any, hidden: Any) -> Any:
+    def sample(self: SpeechModel, live: Any, hidden: Any) -> Any:
         eos = self.talker.spec.ids.codec_eos_token_id
         logits = type(self.talker).logits
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(self.talker), "logits", lambda talker, row: _without(logits(talker, row), eos))
             return real(self, live, hidden)
 
-    monkeypatch.setattr(Qwen3TTS, "_sample_first_codes", sample)
+    monkeypatch.setattr(SpeechModel, "_sample_first_codes", sample)
 
 
 def _without(logits: np.ndarray, code: int) -> np.ndarray:
@@ -317,6 +318,62 @@ def test_ctrl_c_leaves_no_partial_file_and_no_process(engines: Path, work: Path)
     assert b"Traceback" not in stderr
     assert b"Aborted!" in stderr
     assert list(work.iterdir()) == []
+
+
+# ---- answers aloud --------------------------------------------------------------------------------------------------
+
+
+def answer(omni: Any, *args: str) -> tuple[int, list[dict[str, Any]]]:
+    """Return exit code and responses of ``llm_inference`` with short answers."""
+    given = ["--engineDir", str(omni.engine / "thinker"), "--enableAudioOutput", "--talkerEngineDir"]
+    length = ["--maxGenerateLength", "3", "--seed", "1"]
+    result = CliRunner().invoke(llm, [*given, str(omni.engine / "talker"), *length, *args])
+    return result.exit_code, json.loads(result.stdout)["responses"]
+
+
+@pytest.mark.parametrize(("args", "code"), [((), 0), (("--strict",), 1)])
+def test_an_answer_whose_speech_has_no_end(
+    args: tuple[str, ...], code: int, omni: Any, work: Path, endless: None
+) -> None:
+    found, (response,) = answer(omni, "--text", "Hi.", *args)
+    limit = frame_limit(3)
+    assert (found, response["max_audio_length"], response["cp_spec"]["frames"]) == (code, limit, limit)
+    assert (response["finish_reason"], response["audio_finish_reason"]) == ("length", "length")
+    assert response["warnings"][0].startswith(f"the end of speech did not come within {limit} frames")
+
+
+def test_a_text_at_its_limit_is_no_failure_where_nothing_is_spoken(omni: Any, work: Path) -> None:
+    args = ["--engineDir", str(omni.engine / "thinker"), "--text", "Hi.", "--maxGenerateLength", "1", "--strict"]
+    result = CliRunner().invoke(llm, [*args, "--seed", "1"])
+    assert (result.exit_code, json.loads(result.stdout)["responses"][0]["finish_reason"]) == (0, "length")
+
+
+def test_a_constant_answer_is_never_written(omni: Any, work: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Code2Wav, "decode", lambda self, codes: np.zeros(1920 * len(codes), np.float32))
+    code, (response,) = answer(omni, "--text", "Hi.")
+    assert (code, response["output_text"], "constant" in response["error"]) == (1, "FAILED", True)
+    assert [path for path in work.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(("stage", "method"), [(Thinker, "step"), (SpeechModel, "_decode_frame")])
+def test_a_time_limit_ends_an_answer_in_either_stage(
+    stage: type, method: str, omni: Any, work: Path, endless: None, monkeypatch: Patch
+) -> None:
+    """The clock moves a second for each step of one stage; the next answer is not begun."""
+    now, real = [0.0], getattr(stage, method)
+
+    def step(self: Any, *args: Any) -> Any:
+        now[0] += 1
+        return real(self, *args)
+
+    monkeypatch.setattr(stage, method, step)
+    monkeypatch.setattr("trt_cpspec.cli.time.monotonic", lambda: now[0])
+    request = {"messages": [{"role": "user", "content": "Hi."}], "max_audio_length": 9}
+    Path("in.json").write_text(json.dumps({"requests": [request] * 2}))
+    code, responses = answer(omni, "--inputFile", "in.json", "--timeLimit", "1")
+    assert (code, now[0]) == (1, 2)
+    assert {response["error"] for response in responses} == {"the time limit of 1 s was reached"}
+    assert [path.name for path in work.rglob("*") if path.is_file()] == ["in.json"]
 
 
 # ---- clear errors ---------------------------------------------------------------------------------------------------

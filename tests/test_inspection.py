@@ -193,3 +193,20 @@ def test_what_is_no_engine_folder(content: dict[str, str] | None, message: str, 
     result = CliRunner().invoke(main, ["inspect", str(folder)])
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("gone", ["thinker", "talker", "code_predictor", "multimodal/code2wav"])
+def test_what_an_omni_engine_lacks_is_named(gone: str, omni_copy: Path) -> None:
+    kinds = {entry["folder"]: entry["kind"] for entry in inspect(omni_copy)[0]}
+    assert set(kinds) == {"thinker", "talker", "code_predictor", "multimodal/code2wav"}
+    assert not [kind for kind in kinds.values() if kind.startswith("missing")]
+    shutil.rmtree(omni_copy / gone)
+    entries, text = inspect(omni_copy)
+    assert [entry["folder"] for entry in entries if entry["kind"].startswith("missing")] == [gone]
+    assert f"{gone}: missing: speech needs it" in text
+
+
+@pytest.mark.parametrize("place", ["multimodal", "thinker"])
+def test_a_part_of_an_omni_engine_lacks_nothing(place: str, omni: Any) -> None:
+    (entry,) = inspect(omni.engine / place)[0]
+    assert not entry["kind"].startswith("missing")

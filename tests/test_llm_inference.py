@@ -192,6 +192,24 @@ def test_a_narrow_engine_falls_back_and_says_so(omni_copy: Path, work: Path) -> 
     assert "--maxVerifySize 3" in response["cp_spec"]["fallback_reason"]
 
 
+def test_auto_measures_speech_and_says_what_it_took(omni: Any, work: Path) -> None:
+    result = run(*audio_flags(omni.engine), "--text", "Hi", "--seed", "1", "--maxGenerateLength", "3",
+                 "--cpSpecVerifySize", "auto")  # fmt: skip
+    document = json.loads(result.stdout)
+    auto = document["cp_spec_auto"]
+    assert document["responses"][0]["cp_spec"]["verify_size"] == auto["verify_size"]
+    assert set(auto["frame_ms"]) == {"0", *map(str, range(2, 9))}
+    assert f"--cpSpecVerifySize auto: {auto['reason']}" in result.stderr
+
+
+def test_auto_without_speech_is_off(omni: Any, work: Path) -> None:
+    args = ("--text", "Hi", "--maxGenerateLength", "2", "--cpSpecVerifySize", "auto")
+    result = run("--engineDir", str(omni.engine / "thinker"), *args)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["cp_spec_auto"]["verify_size"] == 0
+    assert "speculation is off: nothing is spoken" in result.stderr
+
+
 # ---- text alone -----------------------------------------------------------------------------------------------------
 
 
@@ -223,12 +241,13 @@ def test_a_text_on_the_command_line(omni: Any, work: Path) -> None:
 def test_what_has_no_effect_without_speech_is_said(omni: Any, work: Path) -> None:
     done = subprocess.run(
         [str(BIN / "llm_inference"), "--engineDir", str(omni.engine / "thinker"), "--text", "Hi", "--seed", "1",
-         "--maxGenerateLength", "2", "--cpSpecVerifySize", "3", "--talkerEngineDir", "nowhere"],
+         "--maxGenerateLength", "2", "--cpSpecVerifySize", "3", "--cpExecutor", "engine", "--talkerEngineDir", "x"],
         capture_output=True, timeout=60, check=False, text=True,
     )  # fmt: skip
     assert done.returncode == 0
     assert done.stderr == (
-        "WARNING: ignored, as nothing is spoken without --enableAudioOutput: --talkerEngineDir, --cpSpecVerifySize\n"
+        "WARNING: ignored, as nothing is spoken without --enableAudioOutput: "
+        "--talkerEngineDir, --cpSpecVerifySize, --cpExecutor\n"
     )
 
 
@@ -381,7 +400,8 @@ def test_an_answer_without_a_word_is_a_silent_file(omni_copy: Path, work: Path) 
 def test_the_commands_share_their_options() -> None:
     shared = {
         "--outputFile", "--outputAudioDir", "--batchSize", "--cpSpecVerifySize", "--cpSpecMode", "--seed", "--device",
-        "--threads", "--dumpOutput", "--dumpProfile", "--profileOutputFile", "--debug",
+        "--threads", "--cpExecutor", "--timeLimit", "--strict", "--dumpOutput", "--dumpProfile", "--profileOutputFile",
+        "--debug",
     }  # fmt: skip
     for command in (tts, llm):
         assert shared <= {option for parameter in command.params for option in parameter.opts}

@@ -10,12 +10,13 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
-from trt_cpspec.builder.graph import DATA_FILE, GRAPH_FILE, GraphWriter
+from trt_cpspec.builder.graph import GraphWriter
 from trt_cpspec.builder.linear import Products
 from trt_cpspec.builder.moe import MoeSpec, MoeWriter
 
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
 from trt_cpspec.session import GraphSession
 
 F32 = NDArray[np.float32]
@@ -217,7 +218,7 @@ class TensorPlaces:
     def __init__(self, folder: Path) -> None:
         graph = onnx.load(str(folder / GRAPH_FILE), load_external_data=False).graph
         self.items = {item.name: item for item in graph.initializer}
-        self.path = folder / DATA_FILE
+        self.path = folder / GRAPH_DATA_FILE
 
     def fill(self, name: str, index: int, value: float) -> None:
         item = self.items[name]

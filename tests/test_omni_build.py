@@ -19,7 +19,7 @@ from trt_cpspec.builder import engine as engine_module
 from trt_cpspec.builder.build import ONNX_RUNTIME, BuildOptions
 from trt_cpspec.builder.cli import build as cpspec_build
 from trt_cpspec.builder.engine import Backend, EngineOptions, OnnxGraph, layer_types
-from trt_cpspec.builder.graph import GRAPH_FILE, OPSET
+from trt_cpspec.builder.graph import OPSET
 from trt_cpspec.builder.omni import CODEC_FOLDER, OMNI_COMPONENTS, OmniBuild
 from trt_cpspec.builder.omni_checkpoint import read_omni_checkpoint
 from trt_cpspec.builder.profile import Kind, Limits, profiles_for
@@ -28,6 +28,8 @@ from trt_cpspec.builder.sidecar import sha256_of
 from trt_cpspec.builder.synthetic import CodecSize, DecoderSize, ExpertSize, OmniSpec, write_checkpoint
 
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.omni import Qwen3Omni
+from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.session import GraphSession
 from trt_cpspec.tensorfile import TensorFile
 
@@ -329,6 +331,20 @@ def test_a_decoder_has_the_profiles_of_any_decoder(engine: Path, component: str)
         f"1x1x{width} | 1x1x{width} | 2x1x{width}",
     ]
     assert ("accept_hidden_states" in graph.outputs) == (component == "thinker")
+
+
+def test_bf16_answers_as_the_fp32_build_of_its_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", OmniSpec.tiny(dtype="BF16", agreement=0.9))
+    replies = []
+    for precision in ("fp32", "bf16"):
+        model = Qwen3Omni.from_engine_dir(
+            build_omni(tmp_path / "checkpoint", tmp_path / precision, precision=precision), threads=1
+        )
+        replies.append(model.respond("Hi", seed=1, max_generate_length=4, max_audio_length=4, verify_size=3))
+    assert replies[0].token_ids == replies[1].token_ids
+    assert len(replies[0].speech.codes) > 0
+    np.testing.assert_array_equal(replies[1].speech.codes, replies[0].speech.codes)
+    np.testing.assert_array_equal(replies[1].speech.waveform, replies[0].speech.waveform)
 
 
 # -- TensorRT-RTX -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from . import outputs
-from .config import AUTO, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
+from .config import AUTO, EXECUTORS, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
 from .errors import ConfigError, CpSpecError, EngineError
 from .inspection import describe_engine_dir, format_description
 from .requests import ChatRequest, Request, RequestFile, make_chat, read_chat_file, read_request_file
@@ -135,9 +135,50 @@ def progress_bar(label: str, length: int) -> Iterator[Progress]:
         yield update
 
 
+def declared(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return what declares options in the order in which the help shows them."""
+
+    def declare(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return declare
+
+
+def place_options(function: F) -> F:
+    """Declare where engines run: every command that runs them takes these."""
+    return declared(
+        click.option(
+            "--device",
+            type=click.Choice(["auto", "cpu", "cuda"]),
+            default="auto",
+            show_default=True,
+            help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
+        ),
+        click.option(
+            "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]"
+        ),
+        click.option(
+            "--cpExecutor",
+            "executor",
+            type=click.Choice(EXECUTORS),
+            default="auto",
+            show_default=True,
+            help="What runs the CodePredictor on a GPU: one fused kernel, or the TensorRT engine. auto is the kernel "
+            "where it can run the model, else the engine. A CPU has its engine alone.",
+        ),
+    )(function)
+
+
+def place_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what :func:`place_options` gave, as arguments of ``from_engine_dir``."""
+    return {name: options[name] for name in ("device", "threads", "executor")}
+
+
 def run_options(files: str) -> Callable[[F], F]:
     """Declare the options of a run that both inference commands have; ``files`` says what a run writes."""
-    options = (
+    return declared(
         click.option(
             "--outputFile", "output_file", type=PathOption, help="Responses, as JSON. [default: standard output]"
         ),
@@ -181,16 +222,7 @@ def run_options(files: str) -> Callable[[F], F]:
             type=SEED,
             help="From 0 to 2**64 - 1, for every request that brings none. [default: drawn, and reported]",
         ),
-        click.option(
-            "--device",
-            type=click.Choice(["auto", "cpu", "cuda"]),
-            default="auto",
-            show_default=True,
-            help="auto is CUDA where every engine folder has a plan and a device is there, else the CPU.",
-        ),
-        click.option(
-            "--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass. [default: all cores]"
-        ),
+        place_options,
         click.option(
             "--timeLimit",
             "time_limit",
@@ -208,13 +240,6 @@ def run_options(files: str) -> Callable[[F], F]:
         ),
         click.option("--debug", is_flag=True, help="Log everything, and say of an error where it was raised."),
     )
-
-    def declare(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return declare
 
 
 @click.command("qwen3_tts_inference", context_settings={"help_option_names": ["--help", "-h"]})
@@ -344,8 +369,7 @@ def _open_tts(options: dict[str, Any]) -> Qwen3TTS:
         talker_dir=options["talker_dir"],
         code2wav_dir=options["code2wav_dir"],
         tokenizer_dir=options["tokenizer_dir"] or options["checkpoint_dir"],
-        device=options["device"],
-        threads=options["threads"],
+        **place_of(options),
     )
 
 
@@ -570,6 +594,7 @@ def _check_audio_options(options: dict[str, Any]) -> None:
     flags = {"talker_dir": "--talkerEngineDir", "code2wav_dir": "--code2wavEngineDir", "speaker": "--speaker"}
     idle = [flag for name, flag in flags.items() if options[name] is not None]
     idle += ["--cpSpecVerifySize"] if options["verify_size"] else []
+    idle += ["--cpExecutor"] if options["executor"] != "auto" else []
     if idle:
         logger.warning("ignored, as nothing is spoken without --enableAudioOutput: %s", ", ".join(idle))
 
@@ -603,8 +628,7 @@ def _open_omni(options: dict[str, Any]) -> Qwen3Omni:
         code2wav_dir=options["code2wav_dir"] or (multimodal and multimodal / "code2wav"),
         tokenizer_dir=options["checkpoint_dir"],
         audio=options["audio"],
-        device=options["device"],
-        threads=options["threads"],
+        **place_of(options),
     )
 
 

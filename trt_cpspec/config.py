@@ -29,6 +29,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 AUTO: Literal["auto"] = "auto"
 """In a verify size's place: the fastest of a short measurement."""
 
+EXECUTORS = ("auto", "fused", "engine")
+"""What may run the CodePredictor: see :meth:`~trt_cpspec.predictor.CodePredictor.from_engine_dir`."""
+
 TRIAL_TEXT = (
     "The quick brown fox jumps over the lazy dog, and then it rests for a while in the warm light of the evening."
 )

@@ -123,8 +123,10 @@ class Loaded(NamedTuple):
         return spoken_contexts(self.model, self.model.saying(text), count)
 
 
-def load_engines(engine_dir: Path, *, device: str = "auto", threads: int | None = None) -> Loaded:
-    """Open the root of an engine folder, or its ``code_predictor`` alone.
+def load_engines(
+    engine_dir: Path, *, device: str = "auto", threads: int | None = None, executor: str = "auto"
+) -> Loaded:
+    """Open the root of an engine folder, or its ``code_predictor`` alone; of a Qwen3-Omni that is all there is.
 
     Raises
     ------
@@ -132,10 +134,11 @@ def load_engines(engine_dir: Path, *, device: str = "auto", threads: int | None 
         It is neither, or cannot be used.
     """
     if _speaks(engine_dir):
-        model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads)
+        model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads, executor=executor)
         return Loaded(model.predictor, model, engine_dir / "code_predictor")
     folder = engine_dir / "code_predictor" if (engine_dir / "code_predictor").is_dir() else engine_dir
-    return Loaded(CodePredictor.from_engine_dir(folder, device=device, threads=threads), None, folder)
+    predictor = CodePredictor.from_engine_dir(folder, device=device, threads=threads, executor=executor)
+    return Loaded(predictor, None, folder)
 
 
 def _speaks(engine_dir: Path) -> bool:

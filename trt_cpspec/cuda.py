@@ -52,16 +52,21 @@ class Device:
         if ordinal >= count:
             raise EngineError(f"CUDA device {ordinal} does not exist, there are {count}")
         device = self.call("cuDeviceGet", ordinal)
+        self._device = device
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
         self.call("cuCtxSetCurrent", self._context)
-        attribute = driver.CUdevice_attribute
         self.compute_capability = (
-            self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
-            self.call("cuDeviceGetAttribute", attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+            self.attribute("COMPUTE_CAPABILITY_MAJOR"),
+            self.attribute("COMPUTE_CAPABILITY_MINOR"),
         )
         self.name = self.call("cuDeviceGetName", 128, device).split(b"\0")[0].decode().strip()
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = int(self.call("cuStreamCreate", flags))
+
+    def attribute(self, name: str) -> int:
+        """Return a number of the device, by the driver's name of it without ``CU_DEVICE_ATTRIBUTE_``."""
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", attribute, self._device))
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function and return its result; any status but success is an EngineError."""

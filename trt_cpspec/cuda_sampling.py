@@ -37,11 +37,14 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
 
+def request_entry(params: SamplingParams, seed: int, frame: int) -> tuple[int, float, float, int, int]:
+    """Return one row of a ``REQUEST`` array; the repetition penalty is not the kernels'."""
+    return seed, params.temperature, params.top_p, params.top_k, frame
+
+
 def request_array(rows: Sequence[tuple[SamplingParams, int, int]]) -> Array:
-    """Return the ``REQUEST`` array of (params, seed, frame) of each row; the repetition penalty is not the kernels'."""
-    return np.array(
-        [(seed, params.temperature, params.top_p, params.top_k, frame) for params, seed, frame in rows], REQUEST
-    )
+    """Return the ``REQUEST`` array of (params, seed, frame) of each row."""
+    return np.array([request_entry(*row) for row in rows], REQUEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,18 @@ misses codes; the host uploads once, launches once and waits once a frame.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .config import CodePredictorSpec, Mode, SamplingParams, Window
 from .cuda import Device, DeviceArray, Graph
-from .cuda_sampling import NO_ERROR, REQUEST, KernelCalls, KernelSizes, request_array
+from .cuda_sampling import NO_ERROR, REQUEST, KernelCalls, KernelSizes, request_entry
 from .errors import NumericsError
 from .frame import Codes, FrameResult, Round
 from .nvrtc import Call, KernelLibrary
@@ -82,14 +83,80 @@ def _uploaded(device: Device, parts: Sequence[NDArray[Any]]) -> DeviceArray:
     return whole
 
 
-class DeviceFrames:
-    """Decodes frames on the device; keeps one :class:`_FrameGraph` for each batch, window and mode.
+class FrameIO:
+    """What goes in and out of a captured frame, page-locked on the host and mirrored on the device.
 
-    Parameters
+    Attributes
     ----------
-    session : TensorRTDecoderSession
-    tables : DeviceTables
-    spec : CodePredictorSpec
+    address : dict of str to int
+        On the device: ``requests``, ``talker_hidden``; ``codes``, ``history``, ``rounds``, ``errors``, ``embedded``.
+    """
+
+    def __init__(self, device: Device, batch: int, groups: int, talker_width: int) -> None:
+        self._device = device
+        self._input = _Block(
+            device, {"requests": ((batch,), REQUEST), "talker_hidden": ((batch, talker_width), np.float32)}
+        )
+        self._state = _Block(
+            device,
+            {
+                "codes": ((batch, groups), np.int32),
+                "history": ((batch, groups, 3), np.int32),
+                "rounds": ((batch,), np.int32),
+                "errors": ((batch,), np.int32),
+                "embedded": ((batch, talker_width), np.float32),
+            },
+        )
+        self.address = self._input.address | self._state.address
+
+    def fill(
+        self, talker_hidden: NDArray[np.float32], code0: Codes, rows: Sequence[tuple[SamplingParams, int, int]]
+    ) -> None:
+        """Write the page-locked inputs of the next launch."""
+        requests = self._input.host["requests"]
+        for index, (params, seed, frame) in enumerate(rows):
+            requests[index] = request_entry(params, seed, frame)
+        self._input.host["talker_hidden"][...] = talker_hidden
+        self._state.host["codes"][:, 0] = code0
+
+    def upload(self) -> None:
+        """Copy the inputs to the device, on the stream."""
+        self._input.upload()
+        self._state.upload()
+
+    def download(self) -> None:
+        """Copy what came out to the host, on the stream."""
+        self._state.download()
+
+    def result(self, window: Window) -> FrameResult:
+        """Read what came back, after the stream has been waited for.
+
+        Raises
+        ------
+        NumericsError
+            The model gave logits that describe no law, in row ``error.row``.
+        """
+        host = self._state.host
+        errors = host["errors"].tolist()
+        if min(errors) != NO_ERROR:
+            row = errors.index(min(errors))
+            raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
+        history = host["history"]
+        rounds = [
+            list(map(Round._make, history[row, :count].tolist())) for row, count in enumerate(host["rounds"].tolist())
+        ]
+        return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
+
+
+class CapturedFrame(Protocol):
+    """A frame of one batch size, number of drafts and mode, which owns the memory that its graph uses."""
+
+    io: FrameIO
+    graph: Graph
+
+
+class CapturedFrames(ABC):
+    """Decodes frames on the device, one launch each; keeps one graph for each batch, window and mode.
 
     Attributes
     ----------
@@ -97,18 +164,14 @@ class DeviceFrames:
         Time that the host has waited for frames so far; the rest of a call is its own work.
     """
 
-    def __init__(self, session: TensorRTDecoderSession, tables: DeviceTables, spec: CodePredictorSpec) -> None:
-        self._session, self._tables, self._spec = session, tables, spec
-        self._sizes = KernelSizes(
-            codebook_size=spec.decoder.vocab_size,
-            num_code_groups=spec.num_code_groups,
-            hidden_size=spec.decoder.hidden_size,
-            talker_hidden_size=spec.talker_hidden_size,
-            weight_dtype=tables.dtype,
-        )
-        self._library = KernelLibrary(self._sizes.macros())
-        self._graphs: dict[tuple[int, int, Mode], _FrameGraph] = {}
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._frames: dict[tuple[int, int, Mode], CapturedFrame] = {}
         self.wait_seconds = 0.0
+
+    @abstractmethod
+    def _capture(self, batch: int, drafts: int, mode: Mode) -> CapturedFrame:
+        """Capture the frame of a batch size, a number of drafts and a mode."""
 
     def prepare(self, batch: int, window: Window, mode: Mode) -> None:
         """Capture the frame of a batch size, window and mode, if it was not captured before.
@@ -118,12 +181,9 @@ class DeviceFrames:
         EngineError
             It cannot be captured here: the driver is too old, or a kernel cannot be compiled.
         """
-        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
         key = (batch, window.max_drafts, mode)
-        if key not in self._graphs:
-            self._graphs[key] = _FrameGraph(
-                self._session, self._tables, self._sizes, self._library, batch, window.max_drafts, mode
-            )
+        if key not in self._frames:
+            self._frames[key] = self._capture(*key)
 
     def decode(
         self,
@@ -134,7 +194,7 @@ class DeviceFrames:
         window: Window,
         mode: Mode,
     ) -> FrameResult:
-        """Decode one frame for every row of a batch.
+        """Decode one frame for every row of a batch, as it was prepared.
 
         Parameters
         ----------
@@ -149,13 +209,40 @@ class DeviceFrames:
         NumericsError
             The model gave logits that describe no law, in row ``error.row``.
         """
-        self.prepare(len(rows), window, mode)
-        graph = self._graphs[len(rows), window.max_drafts, mode]
-        graph.launch(talker_hidden, code0, rows)
+        frame = self._frames[len(rows), window.max_drafts, mode]
+        frame.io.fill(talker_hidden, code0, rows)
+        frame.graph.launch()
         started = time.perf_counter()
-        self._session.device.synchronize()
+        self._device.synchronize()
         self.wait_seconds += time.perf_counter() - started
-        return graph.result(window)
+        return frame.io.result(window)
+
+
+class DeviceFrames(CapturedFrames):
+    """Frames whose passes are those of a TensorRT engine, captured between the kernels.
+
+    Parameters
+    ----------
+    session : TensorRTDecoderSession
+    tables : DeviceTables
+    spec : CodePredictorSpec
+    """
+
+    def __init__(self, session: TensorRTDecoderSession, tables: DeviceTables, spec: CodePredictorSpec) -> None:
+        super().__init__(session.device)
+        self._session, self._tables, self._spec = session, tables, spec
+        self._sizes = KernelSizes(
+            codebook_size=spec.decoder.vocab_size,
+            num_code_groups=spec.num_code_groups,
+            hidden_size=spec.decoder.hidden_size,
+            talker_hidden_size=spec.talker_hidden_size,
+            weight_dtype=tables.dtype,
+        )
+        self._library = KernelLibrary(self._sizes.macros())
+
+    def _capture(self, batch: int, drafts: int, mode: Mode) -> CapturedFrame:
+        self._session.start(batch, self._spec.num_code_groups + self._spec.max_verify_size)
+        return _EngineFrame(self._session, self._tables, self._sizes, self._library, batch, drafts, mode)
 
 
 class _Block:
@@ -185,8 +272,8 @@ class _Block:
         self._device.download(self._host_side, self._device_side)
 
 
-class _FrameGraph:
-    """The captured frame of one batch, number of drafts and mode."""
+class _EngineFrame:
+    """The frame of one batch, number of drafts and mode: its memory and its graph."""
 
     def __init__(
         self,
@@ -203,20 +290,7 @@ class _FrameGraph:
         self._batch, self._drafts, self._coupled = batch, drafts, mode == "coupled"
         self._groups, self._width = sizes.num_code_groups, drafts + 1
         groups, codebook = sizes.num_code_groups, sizes.codebook_size
-        self._input = _Block(
-            self._device,
-            {"requests": ((batch,), REQUEST), "talker_hidden": ((batch, sizes.talker_hidden_size), np.float32)},
-        )
-        self._state = _Block(
-            self._device,
-            {
-                "codes": ((batch, groups), np.int32),
-                "history": ((batch, groups, 3), np.int32),
-                "rounds": ((batch,), np.int32),
-                "errors": ((batch,), np.int32),
-                "embedded": ((batch, sizes.talker_hidden_size), np.float32),
-            },
-        )
+        self.io = FrameIO(self._device, batch, groups, sizes.talker_hidden_size)
         self._last = self._device.zeros((batch,), np.int32)
         self._states = self._device.zeros((batch,), np.int32)
         self._logits = self._device.zeros((batch, self._width, codebook), np.float32)
@@ -226,28 +300,7 @@ class _FrameGraph:
         needs_laws = drafts > 0 and not self._coupled
         self._target_laws = self._device.zeros((batch, self._width, codebook), np.float32) if needs_laws else None
         self._draft_laws = self._device.zeros((batch, drafts, codebook), np.float32) if needs_laws else None
-        self._graph = self._captured()
-
-    def launch(
-        self, talker_hidden: NDArray[np.float32], code0: Codes, rows: Sequence[tuple[SamplingParams, int, int]]
-    ) -> None:
-        """Fill the page-locked inputs and launch."""
-        self._input.host["requests"][...] = request_array(rows)
-        self._input.host["talker_hidden"][...] = talker_hidden
-        self._state.host["codes"][:, 0] = code0
-        self._graph.launch()
-
-    def result(self, window: Window) -> FrameResult:
-        """Read what came back, after the stream has been waited for."""
-        errors = self._state.host["errors"]
-        if (errors != NO_ERROR).any():
-            row = int(np.argmin(errors))
-            raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
-        counts = self._state.host["rounds"].tolist()
-        history = self._state.host["history"].tolist()
-        rounds = [[Round(*entry) for entry in entries[:count]] for entries, count in zip(history, counts, strict=True)]
-        host = self._state.host
-        return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
+        self.graph = self._captured()
 
     def _captured(self) -> Graph:
         # What happens on a first run (TensorRT's set-up, the loading of a kernel) cannot be captured.
@@ -260,13 +313,12 @@ class _FrameGraph:
 
     def _begin(self) -> None:
         """Prefill, the first code, and the first drafts."""
-        self._input.upload()
-        self._state.upload()
-        buffers, state = self._buffers, self._state.address
+        self.io.upload()
+        buffers, state = self._buffers, self.io.address
         weight, bias = self._projection()
         self._run(
             self._calls.start_frame(
-                talker_hidden=self._input.address["talker_hidden"],
+                talker_hidden=self.io.address["talker_hidden"],
                 talker_table=self._tables.talker_embedding.address,
                 projection=weight,
                 bias=bias,
@@ -294,7 +346,7 @@ class _FrameGraph:
 
     def _verify(self) -> None:
         """Verify the drafts, commit, and draft the next."""
-        buffers, state = self._buffers, self._state.address
+        buffers, state = self._buffers, self.io.address
         weight, bias = self._projection()
         self._run(
             self._calls.embed_project(
@@ -329,12 +381,12 @@ class _FrameGraph:
             self._calls.sum_embeddings(
                 talker_table=self._tables.talker_embedding.address,
                 tables=self._tables.embeddings.address,
-                codes=self._state.address["codes"],
-                sums=self._state.address["embedded"],
+                codes=self.io.address["codes"],
+                sums=self.io.address["embedded"],
                 rows=self._batch,
             )
         )
-        self._state.download()
+        self.io.download()
 
     def _draft(self, hidden: int, *, rows_of_hidden: int) -> None:
         if self._drafts == 0:
@@ -363,11 +415,11 @@ class _FrameGraph:
         self._run(
             self._calls.select_sample(
                 logits=self._logits.address,
-                requests=self._input.address["requests"],
+                requests=self.io.address["requests"],
                 last=self._last.address,
                 codes=codes.address,
                 laws=laws.address if laws else 0,
-                errors=self._state.address["errors"],
+                errors=self.io.address["errors"],
                 rows=self._batch,
                 width=width,
                 use=use,
@@ -376,14 +428,14 @@ class _FrameGraph:
         )
 
     def _accept(self, *, drafts: int, record: bool) -> None:
-        state = self._state.address
+        state = self.io.address
         self._run(
             self._calls.accept(
                 drafts=self._draft_codes.address,
                 draft_laws=self._draft_laws.address if self._draft_laws else 0,
                 picks=self._picks.address,
                 target_laws=self._target_laws.address if self._target_laws else 0,
-                requests=self._input.address["requests"],
+                requests=self.io.address["requests"],
                 last=self._last.address,
                 codes=state["codes"],
                 states=self._states.address,

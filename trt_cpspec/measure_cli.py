@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from . import outputs
-from .cli import EXIT_FAILED_REQUEST, PathOption, print_json, progress_bar, reports_errors, set_up_logging
+from .cli import (
+    EXIT_FAILED_REQUEST,
+    PathOption,
+    declared,
+    place_of,
+    place_options,
+    print_json,
+    progress_bar,
+    reports_errors,
+    set_up_logging,
+)
 from .config import MODES, TRIAL_TEXT, Mode
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _measured(function: F) -> F:
-    """Declare what both commands take."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--threads", metavar="N", type=click.IntRange(min=1), help="Threads of one pass."),
-        click.option(
-            "--device",
-            type=click.Choice(["auto", "cpu", "cuda"]),
-            default="auto",
-            show_default=True,
-            help="auto is CUDA where every folder has a plan and a device is there.",
-        ),
-        click.option("--randomStates", "random_states", is_flag=True, help="Random Talker states, no text."),
-        click.option("--text", default=TRIAL_TEXT, help="Spoken to have Talker states. [default: a built-in sentence]"),
-    ):
-        function = option(function)
-    return function
+_measured = declared(
+    click.option("--text", default=TRIAL_TEXT, help="Spoken to have Talker states. [default: a built-in sentence]"),
+    click.option("--randomStates", "random_states", is_flag=True, help="Random Talker states, no text."),
+    place_options,
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+)
+"""Declares what both commands take."""
 
 
 @click.command("verify")
@@ -67,7 +64,7 @@ def verify(engine_dir: Path, frames: int, windows: tuple[int, ...], seed: int, a
 
     set_up_logging(debug=False)
     chosen = VerifyOptions(frames=frames, windows=windows, seed=seed)
-    loaded = load_engines(engine_dir, device=options["device"], threads=options["threads"])
+    loaded = load_engines(engine_dir, **place_of(options))
     contexts = loaded.contexts(options["text"], 64, spoken=not options["random_states"])
     with progress_bar("verifying", frames) as update:
         report = run_verify(loaded.predictor, contexts, chosen, reference=loaded.graph(), progress=update)
@@ -107,7 +104,7 @@ def bench(engine_dir: Path, frames: int, batch: int, mode: Mode, picture: Path |
     set_up_logging(debug=False)
     if picture is not None:
         outputs.check_file(picture)
-    loaded = load_engines(engine_dir, device=options["device"], threads=options["threads"])
+    loaded = load_engines(engine_dir, **place_of(options))
     limit = loaded.predictor.spec.limits.max_batch_size
     if batch > limit:
         raise ConfigError(f"a batch size of {batch} exceeds the engine's max_batch_size {limit}")

@@ -27,8 +27,16 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "embed_project": ("embed_project", "start_frame"),
     "sum_embeddings": ("sum_embeddings", "advance_frame"),
     "repeat_round": ("repeat_round",),
+    "fused_frame": ("fused_frame", "fused_pass"),
 }
 """The kernels of each source file."""
+
+_PARTS = {"fused_frame": ("select_sample", "accept")}
+"""Source files that stand in front of another, each in a namespace of its own."""
+
+
+_PLAIN_SHARED_BYTES = 48 * 1024
+"""Shared memory of a block that needs no leave."""
 
 
 class Call(NamedTuple):
@@ -43,12 +51,18 @@ class Call(NamedTuple):
         Threads of a block.
     arguments : tuple
         ``int`` for a device address (0 is null), ``numpy.int32`` or ``numpy.uint64`` for a number.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    cooperative : bool
+        Whether all blocks run at once, or the launch fails.
     """
 
     kernel: str
     grid: tuple[int, int, int]
     block: int
     arguments: tuple[Any, ...]
+    shared_bytes: int = 0
+    cooperative: bool = False
 
 
 def source_of(kernel: str) -> str:
@@ -60,9 +74,13 @@ def source_of(kernel: str) -> str:
 def source_text(source: str) -> str:
     """Return the text of one source file with ``common.cuh`` in front of it, which is what is compiled."""
     folder = resources.files(f"{__package__}.kernels")
-    common, own = ((folder / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{source}.cu"))
-    # NVRTC names the file and the line of the part that an error is in.
-    return f'#line 1 "common.cuh"\n{common}\n#line 1 "{source}.cu"\n{own}'
+
+    def text_of(name: str) -> str:
+        # NVRTC names the file and the line of the part that an error is in.
+        return f'#line 1 "{name}"\n{(folder / name).read_text(encoding="utf-8")}\n'
+
+    parts = [f"namespace {part}_part {{\n{text_of(f'{part}.cu')}}}\n" for part in _PARTS.get(source, ())]
+    return "".join([text_of("common.cuh"), *parts, text_of(f"{source}.cu")])
 
 
 def compile_source(source: str, macros: Mapping[str, str], *, arch: str, on_disk_cache: bool = True) -> Any:
@@ -125,6 +143,7 @@ class KernelLibrary:
             raise EngineError(f"CUDA device {device} cannot be used: {error}") from error
         self.kernel = lru_cache(maxsize=None)(self._load)
         self._streams: dict[int, Any] = {}
+        self._roomy: set[str] = set()  # kernels that may use more dynamic shared memory than all may
 
     def _load(self, name: str) -> Any:
         code = compile_source(source_of(name), self._macros, arch=f"sm_{self.device.arch}")
@@ -145,8 +164,22 @@ class KernelLibrary:
 
     def run(self, stream: Any, call: Call) -> None:
         """Put one launch on a stream of ``cuda.core``, which may be capturing a graph."""
-        config = self._core.LaunchConfig(grid=call.grid, block=call.block)
+        config = self._core.LaunchConfig(
+            grid=call.grid, block=call.block, shmem_size=call.shared_bytes, is_cooperative=call.cooperative
+        )
+        if call.shared_bytes > _PLAIN_SHARED_BYTES and call.kernel not in self._roomy:
+            self._allow_shared(call)
         self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
+
+    def _allow_shared(self, call: Call) -> None:
+        driver = _import("cuda.bindings.driver")
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel = driver.CUkernel(int(self.kernel(call.kernel).handle))
+        ordinal = driver.CUdevice(self.device.device_id)
+        (status,) = driver.cuKernelSetAttribute(attribute, call.shared_bytes, kernel, ordinal)
+        if int(status) != 0:
+            raise EngineError(f"the kernel {call.kernel} cannot have {call.shared_bytes} bytes: {status.name}")
+        self._roomy.add(call.kernel)
 
 
 def _compile(source: str, macros: Mapping[str, str], *, arch: str, program_cache: Any, log: io.StringIO | None) -> Any:

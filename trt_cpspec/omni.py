@@ -31,7 +31,7 @@ from .pipeline import (
 )
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
-from .runtime import open_runtime
+from .runtime import checked_executor, open_runtime
 from .talker import Prompt, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
 
@@ -121,6 +121,7 @@ class Qwen3Omni:
         audio: bool = True,
         device: str = "auto",
         threads: int | None = None,
+        executor: str = "auto",
     ) -> Qwen3Omni:
         """Load the engines of a checkpoint.
 
@@ -140,6 +141,8 @@ class Qwen3Omni:
             ``auto`` is CUDA where every folder has a plan and a device is there.
         threads : int or None
             Threads of one pass on the CPU; None takes all cores.
+        executor : {"auto", "fused", "engine"}
+            What runs the CodePredictor (see :meth:`CodePredictor.from_engine_dir`).
 
         Raises
         ------
@@ -150,20 +153,24 @@ class Qwen3Omni:
             raise ConfigError("give either the engine folder or the thinker folder")
         thinker_path = Path(thinker_dir) if thinker_dir is not None else Path(str(engine_dir)) / "thinker"
         check_component(thinker_path, "thinker")
-        folders = [thinker_path]
+        folders, predictor_path = [thinker_path], None
         if audio:
             talker_path = Path(talker_dir) if talker_dir is not None else thinker_path.parent / "talker"
             check_component(talker_path, "talker")
             beside = talker_path.parent
             codec_path = Path(code2wav_dir) if code2wav_dir is not None else beside / "multimodal" / "code2wav"
             check_component(codec_path, "code2wav")
-            folders += [talker_path, beside / "code_predictor", codec_path]
-        runtime = open_runtime(device, folders, threads=threads)
+            predictor_path = beside / "code_predictor"
+            folders += [talker_path, predictor_path, codec_path]
+        checked_executor(executor)
+        runtime = open_runtime(device, folders, threads=threads, code_predictor=predictor_path, executor=executor)
         voice = None
-        if audio:
+        if predictor_path is not None:
             voice = SpeechModel(
                 Talker.from_engine_dir(talker_path, thinker_dir=thinker_path, runtime=runtime),
-                CodePredictor.from_engine_dir(beside / "code_predictor", talker_dir=talker_path, runtime=runtime),
+                CodePredictor.from_engine_dir(
+                    predictor_path, talker_dir=talker_path, runtime=runtime, executor=executor
+                ),
                 Code2Wav.from_engine_dir(codec_path, runtime=runtime),
             )
         return cls(

@@ -32,7 +32,7 @@ from .guards import check_waveform, cut_warning, frame_limit, speech_warnings
 from .inspection import check_component
 from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
-from .runtime import open_runtime
+from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
 from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
@@ -371,6 +371,7 @@ class Qwen3TTS(SpeechModel):
         tokenizer_dir: Path | str | None = None,
         device: str = "auto",
         threads: int | None = None,
+        executor: str = "auto",
     ) -> Qwen3TTS:
         """Load the engines of a checkpoint.
 
@@ -386,6 +387,8 @@ class Qwen3TTS(SpeechModel):
             ``auto`` is CUDA where every folder has a plan and a device is there.
         threads : int or None
             Threads of one pass on the CPU; None takes all cores.
+        executor : {"auto", "fused", "engine"}
+            What runs the CodePredictor (see :meth:`CodePredictor.from_engine_dir`).
 
         Raises
         ------
@@ -398,10 +401,16 @@ class Qwen3TTS(SpeechModel):
         check_component(talker_path, "talker")
         predictor_path = talker_path.parent / "code_predictor"
         codec_path = Path(code2wav_dir) if code2wav_dir else talker_path.parent / "code2wav"
-        runtime = open_runtime(device, [talker_path, predictor_path, codec_path], threads=threads)
+        runtime = open_runtime(
+            device,
+            [talker_path, predictor_path, codec_path],
+            threads=threads,
+            code_predictor=predictor_path,
+            executor=checked_executor(executor),
+        )
         return cls(
             Talker.from_engine_dir(talker_path, runtime=runtime),
-            CodePredictor.from_engine_dir(predictor_path, talker_dir=talker_path, runtime=runtime),
+            CodePredictor.from_engine_dir(predictor_path, talker_dir=talker_path, runtime=runtime, executor=executor),
             Code2Wav.from_engine_dir(codec_path, runtime=runtime),
             TextTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir else talker_path),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,11 @@ from .config import (
     checked_verify_size,
     resolve_window,
 )
-from .device_frame import DeviceFrames, DeviceTables
+from .device_frame import CapturedFrames, DeviceFrames, DeviceTables
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
-from .runtime import Decoder, Runtime, open_runtime
+from .fused import FusedFrames, FusedSession, open_fused
+from .runtime import Decoder, Runtime, checked_executor, open_runtime
 from .sampling import PhiloxNoise
 from .session import HeadSession
 from .tensorfile import RowTable, TensorFile
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 Float32 = NDArray[np.float32]
 T = TypeVar("T")
+
+_DEFAULT_PARAMS = SamplingParams()
 
 
 class CodePredictor:
@@ -57,7 +60,7 @@ class CodePredictor:
         code0_embedding: RowTable,
         *,
         head_session: HeadSession | None = None,
-        device_frames: DeviceFrames | None = None,
+        device_frames: CapturedFrames | None = None,
     ) -> None:
         self.spec = spec
         self.num_code_groups = spec.num_code_groups
@@ -79,6 +82,7 @@ class CodePredictor:
         device: str = "auto",
         threads: int | None = None,
         runtime: Runtime | None = None,
+        executor: str = "auto",
     ) -> CodePredictor:
         """Load a ``code_predictor`` folder that ``cpspec-build`` wrote.
 
@@ -93,6 +97,9 @@ class CodePredictor:
             Threads of one pass on the CPU; None takes all cores.
         runtime : Runtime or None
             A device that is shared with other components, in place of ``device`` and ``threads``.
+        executor : {"auto", "fused", "engine"}
+            On a CUDA device: the fused kernel, or the TensorRT engine. ``auto`` is the fused kernel where it can run
+            this model, else the engine; what it takes is logged. A CPU has the engine alone.
 
         Raises
         ------
@@ -100,7 +107,8 @@ class CodePredictor:
             A file is missing, damaged, or contradicts ``config.json``.
         """
         folder = Path(folder)
-        runtime = runtime or open_runtime(device, [folder], threads=threads)
+        checked_executor(executor)
+        runtime = runtime or open_runtime(device, [folder], threads=threads, code_predictor=folder, executor=executor)
         spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
         talker_dir = Path(talker_dir) if talker_dir is not None else folder.parent / "talker"
         embedding = TensorFile(talker_dir / "embedding.safetensors").rows("embedding")
@@ -109,9 +117,8 @@ class CodePredictor:
                 f"{talker_dir}: embedding has shape {list(embedding.shape)}, the CodePredictor needs rows of "
                 f"talker_hidden_size {spec.talker_hidden_size}"
             )
-        session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
+        session, frames = _open_executor(runtime, folder, talker_dir, spec, executor)
         tables = PredictorTables.from_dir(folder, spec)
-        frames = _open_device_frames(session, folder, talker_dir, spec)
         return cls(spec, session, tables, embedding, head_session=runtime.heads(folder), device_frames=frames)
 
     @property
@@ -123,14 +130,19 @@ class CodePredictor:
 
     def device_facts(self) -> dict[str, str]:
         """Return what the passes run on, where that is a GPU; empty on the CPU."""
-        if not isinstance(self._session, TensorRTDecoderSession):
+        session = self._session
+        if isinstance(session, TensorRTDecoderSession):
+            engine = f"{session.plan.binding.__name__} {session.plan.binding.__version__}"
+        elif isinstance(session, FusedSession):
+            engine = "fused kernel"
+        else:
             return {}
-        device, binding = self._session.device, self._session.plan.binding
+        device = session.device
         driver = int(device.call("cuDriverGetVersion"))
         return {
             "device": device.name,
             "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
-            "engine": f"{binding.__name__} {binding.__version__}",
+            "engine": engine,
             "loop": "device" if self.frame_on_device else "host",
         }
 
@@ -221,14 +233,14 @@ class CodePredictor:
         NumericsError
             The model gave logits that describe no law; the cache is cleared, other frames can go on.
         """
-        hidden = np.atleast_2d(np.asarray(talker_hidden, np.float32))
-        first = np.atleast_1d(np.asarray(code0))
+        hidden = _rows_of(np.asarray(talker_hidden, np.float32), 2)
+        first = _rows_of(np.asarray(code0), 1)
         self._check_inputs(hidden, first)
         batch = len(hidden)
         draws = [
             (row_params, _in_range("seed", seed, 64), _in_range("frame", frame, 32))
             for row_params, seed, frame in zip(
-                _per_row(params or SamplingParams(), batch, "params"),
+                _per_row(params or _DEFAULT_PARAMS, batch, "params"),
                 _per_row(seeds, batch, "seeds"),
                 _per_row(frames, batch, "frames"),
                 strict=True,
@@ -242,6 +254,7 @@ class CodePredictor:
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
             return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
         except (NumericsError, EngineError):
+            self._start(batch)
             self._session.clear()
             raise
 
@@ -258,7 +271,7 @@ class CodePredictor:
     def prefill(self, talker_hidden: NDArray[np.floating], code0: Codes) -> Float32:
         """Start a frame (see :class:`~trt_cpspec.frame.FrameModel`)."""
         batch = len(code0)
-        self._session.start(batch, self.num_code_groups + self.spec.max_verify_size)
+        self._start(batch)
         inputs = np.stack([talker_hidden, self._code0_embedding[code0]], axis=1).astype(np.float32)
         positions = np.broadcast_to(np.arange(2), (batch, 2))
         return self._session.forward(self._tables.project(inputs), positions)[:, -1].copy()
@@ -284,6 +297,9 @@ class CodePredictor:
         # Row by row: a product of one row does not depend on how many rows the pass had.
         return np.stack([self._apply_heads(self._tables.heads[depth - 1 + i], row) for i, row in enumerate(hidden)])
 
+    def _start(self, batch: int) -> None:
+        self._session.start(batch, self.num_code_groups + self.spec.max_verify_size)
+
     def _apply_heads(self, heads: Float32, hidden: NDArray[np.floating]) -> Float32:
         if self._head_session is not None:
             return self._head_session.apply(heads, hidden)
@@ -294,27 +310,40 @@ class CodePredictor:
         width, limit = self.spec.talker_hidden_size, self.spec.limits.max_batch_size
         if hidden.ndim != 2 or hidden.shape[1] != width or not len(hidden):
             raise ConfigError(f"talker_hidden has shape {list(hidden.shape)}, [B, {width}] is needed")
-        if code0.shape != (len(hidden),) or not np.issubdtype(code0.dtype, np.integer):
+        if code0.shape != (len(hidden),) or code0.dtype.kind not in "iu":
             raise ConfigError(f"code0 must be {len(hidden)} integer(s), it has shape {list(code0.shape)} {code0.dtype}")
         if len(hidden) > limit:
             raise ConfigError(f"a batch of {len(hidden)} exceeds the engine's max_batch_size {limit}")
-        if code0.min(initial=0) < 0 or code0.max(initial=0) >= len(self._code0_embedding):
-            raise ConfigError(f"code0 must lie in [0, {len(self._code0_embedding)}), it is {code0.tolist()}")
+        codes, vocabulary = code0.tolist(), len(self._code0_embedding)
+        if min(codes) < 0 or max(codes) >= vocabulary:
+            raise ConfigError(f"code0 must lie in [0, {vocabulary}), it is {codes}")
         if not np.isfinite(hidden).all():
             raise NumericsError("talker_hidden is not finite", row=int(np.argmin(np.isfinite(hidden).all(axis=1))))
 
 
-def _open_device_frames(
-    session: Decoder, folder: Path, talker_dir: Path, spec: CodePredictorSpec
-) -> DeviceFrames | None:
-    """Return the frame loop of the GPU where the session runs on one and the kernels can be had."""
+def _open_executor(
+    runtime: Runtime, folder: Path, talker_dir: Path, spec: CodePredictorSpec, executor: str
+) -> tuple[Decoder, CapturedFrames | None]:
+    """Return what runs the passes, and the frame loop of the GPU where it runs on one."""
+    if executor == "fused" and runtime.cuda is None:
+        raise EngineError("the fused executor needs a CUDA device: give --device cuda")
+    if runtime.cuda is not None and executor != "engine":
+        try:
+            model = open_fused(runtime.cuda, spec, folder, talker_dir)
+            logger.info("the CodePredictor runs as one fused kernel")
+            return FusedSession(model), FusedFrames(model)
+        except EngineError as error:
+            if executor == "fused":
+                raise
+            logger.warning("the CodePredictor runs on its engine, not as one fused kernel: %s", error)
+    session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
     if not isinstance(session, TensorRTDecoderSession):
-        return None
+        return session, None
     try:
-        return DeviceFrames(session, DeviceTables.from_dir(session.device, folder, talker_dir, spec), spec)
+        return session, DeviceFrames(session, DeviceTables.from_dir(session.device, folder, talker_dir, spec), spec)
     except CpSpecError as error:
         logger.warning("the rounds of a frame are driven by the host, one wait each: %s", error)
-        return None
+        return session, None
 
 
 class PredictorTables:
@@ -375,6 +404,11 @@ def _read_projection(folder: Path, spec: CodePredictorSpec) -> tuple[Float32, Fl
     return None
 
 
+def _rows_of(values: NDArray[Any], dimensions: int) -> NDArray[Any]:
+    """Put an axis of rows in front of the values of a single row."""
+    return values[None] if values.ndim == dimensions - 1 else values
+
+
 def _in_range(name: str, value: int, bits: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
         raise ConfigError(f"{name} is {value!r:.40}; it must be an integer from 0 to 2**{bits} - 1")
@@ -383,6 +417,8 @@ def _in_range(name: str, value: int, bits: int) -> int:
 
 def _per_row(value: T | Sequence[T], batch: int, name: str) -> Sequence[T]:
     """Return one value for each row: the same one, or those that were given."""
+    if isinstance(value, (int, SamplingParams)):  # first: asking for a Sequence is slow, and this runs every frame
+        return [value] * batch
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Sequence):

@@ -12,15 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import DecoderSpec, Section
+from .config import EXECUTORS, DecoderSpec, Section
 from .cuda import Device
-from .errors import ConfigError, CpSpecError, EngineError
+from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
 from .session import DecoderSession, Float32, GraphSession, HeadSession
 from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 logger = logging.getLogger(__name__)
 
 GRAPH_FILE = "model.onnx"
+GRAPH_DATA_FILE = "model.onnx.data"
+WEIGHT_INDEX = "model.weights.json"
 HEADS_FILE = "heads.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
@@ -155,7 +157,21 @@ class PlanRecord:
             raise EngineError(f"{path} is not the plan that its config.json describes (its SHA-256 differs); {again}")
 
 
-def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = None) -> Runtime:
+def checked_executor(name: str) -> str:
+    """Return the name of a CodePredictor's executor; a ConfigError names those that there are."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"unknown executor {name!r}; {did_you_mean(name, EXECUTORS)}")
+    return name
+
+
+def open_runtime(
+    device: str,
+    folders: Sequence[Path],
+    *,
+    threads: int | None = None,
+    code_predictor: Path | None = None,
+    executor: str = "engine",
+) -> Runtime:
     """Choose where the engines of these component folders run.
 
     Parameters
@@ -164,6 +180,9 @@ def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = 
         ``auto`` is CUDA where every folder has a plan and a device is there, else the CPU; it is logged.
     folders : sequence of Path
     threads : int or None
+    code_predictor : Path or None
+        The folder among them that the fused kernel may run without a plan, unless ``executor`` is ``engine``.
+    executor : {"auto", "fused", "engine"}
 
     Raises
     ------
@@ -176,7 +195,10 @@ def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = 
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
     if device == "cuda":
         return Runtime(cuda=Device(), threads=threads)
-    without = [str(f) for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
+    fusable = code_predictor if executor != "engine" and code_predictor and _has_half_weights(code_predictor) else None
+    without = [
+        str(f) for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file()) and f != fusable
+    ]
     if device == "auto" and without and len(without) < len(folders):
         logger.warning("only some folders have plans, without one: %s; running on the CPU", ", ".join(without))
     if device == "auto" and not without:
@@ -187,3 +209,8 @@ def open_runtime(device: str, folders: Sequence[Path], *, threads: int | None = 
         except CpSpecError as error:
             logger.warning("the engines have plans, but %s; running on the CPU", error)
     return Runtime(threads=threads)
+
+
+def _has_half_weights(folder: Path) -> bool:
+    """Whether a component folder has the weights of a graph in 16 bits, which the fused kernel reads."""
+    return (folder / WEIGHT_INDEX).is_file() and Section.from_file(folder / "config.json").text("precision") != "fp32"

@@ -21,6 +21,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __shared__ static __attribute__((section("shim_shared")))
 
@@ -31,7 +32,7 @@ namespace shim {
 
 struct Index { unsigned x = 0, y = 0, z = 0; };
 
-enum State { READY, AT_BLOCK, AT_WARP, EXITED };
+enum State { READY, AT_BLOCK, AT_PART, AT_WARP, SPINNING, EXITED };
 
 struct Fiber {
   jmp_buf context;
@@ -46,43 +47,71 @@ struct Warp {
 };
 
 constexpr size_t STACK = 128 * 1024;
+
+// A block: its threads, and who waits for what.
+struct Group {
+  Index index;
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::vector<bool> started;
+  std::vector<char> shared;  // dynamic
+  char* stacks = nullptr;
+  size_t stack_count = 0;
+  unsigned at_block = 0, at_part = 0, exited = 0;
+  int any = 0, any_result = 0;
+};
+
 inline Index thread, block, block_size, grid_size;
-inline std::vector<Fiber> fibers;
-inline std::vector<Warp> warps;
-inline char* stacks;
-inline size_t stack_count;
+inline std::vector<Group> groups;
+inline Group* group;
 inline jmp_buf scheduler;
-inline unsigned current, at_block, exited;
-inline int any, any_result;
+inline unsigned current;
 inline const char* fault;
 inline void (*body)(void*);
 inline void* body_arguments;
 
 // Back to the scheduler; returns when the fiber is resumed.
 __attribute__((noinline)) inline void suspend(State state) {
-  fibers[current].state = state;
-  if (!_setjmp(fibers[current].context)) _longjmp(scheduler, 1);
+  group->fibers[current].state = state;
+  if (!_setjmp(group->fibers[current].context)) _longjmp(scheduler, 1);
+}
+
+// Lets others run: for a loop that waits for another block.
+inline void spin() { suspend(SPINNING); }
+
+inline char* dynamic_shared() {
+  const size_t start = reinterpret_cast<size_t>(group->shared.data());
+  return group->shared.data() + (-start & 127);
 }
 
 inline void release_block() {
-  if (at_block == 0 || at_block + exited != fibers.size()) return;
-  at_block = 0;
-  any_result = any, any = 0;
-  for (Fiber& fiber : fibers)
+  if (group->at_block == 0 || group->at_block + group->exited != group->fibers.size()) return;
+  group->at_block = 0;
+  group->any_result = group->any, group->any = 0;
+  for (Fiber& fiber : group->fibers)
     if (fiber.state == AT_BLOCK) fiber.state = READY;
 }
 
 inline void block_barrier() {
-  at_block++;
-  fibers[current].state = AT_BLOCK;
+  group->at_block++;
+  group->fibers[current].state = AT_BLOCK;
   release_block();
-  if (fibers[current].state == AT_BLOCK) suspend(AT_BLOCK);
+  if (group->fibers[current].state == AT_BLOCK) suspend(AT_BLOCK);
+}
+
+// A barrier of some of the block's threads.
+inline void barrier_of(unsigned threads) {
+  group->fibers[current].state = AT_PART;
+  if (++group->at_part < threads) return suspend(AT_PART);
+  group->at_part = 0;
+  for (Fiber& fiber : group->fibers)
+    if (fiber.state == AT_PART) fiber.state = READY;
 }
 
 // All 32 lanes meet; returns what each brought. Two generations alternate, so a lane may run one ahead.
 inline const uint64_t* warp_meet(unsigned mask, const char* primitive, uint64_t value) {
   const unsigned index = current / 32, lane = current % 32;
-  Warp& warp = warps[index];
+  Warp& warp = group->warps[index];
   if (mask != 0xFFFFFFFFu) fault = "a warp primitive with a partial mask";
   if (warp.arrived && std::strcmp(warp.primitive, primitive)) fault = "lanes of a warp meet in different primitives";
   warp.primitive = primitive;
@@ -94,15 +123,15 @@ inline const uint64_t* warp_meet(unsigned mask, const char* primitive, uint64_t 
     warp.arrived = 0;
     warp.generation++;
     for (unsigned i = index * 32; i < index * 32 + 32; i++)
-      if (fibers[i].state == AT_WARP) fibers[i].state = READY;
+      if (group->fibers[i].state == AT_WARP) group->fibers[i].state = READY;
   }
-  return warps[index].slot[generation & 1];
+  return group->warps[index].slot[generation & 1];
 }
 
 inline void fiber_main() {
   body(body_arguments);
-  exited++;
-  fibers[current].state = EXITED;
+  group->exited++;
+  group->fibers[current].state = EXITED;
   release_block();
   _longjmp(scheduler, 1);
 }
@@ -111,30 +140,33 @@ __attribute__((noinline)) inline void resume(unsigned index, bool fresh) {
   current = index;
   thread.x = index;
   if (_setjmp(scheduler)) return;
-  if (fresh) setcontext(&fibers[index].start);
-  _longjmp(fibers[index].context, 1);
+  if (fresh) setcontext(&group->fibers[index].start);
+  _longjmp(group->fibers[index].context, 1);
 }
 
 inline void poison_shared() {
   if (__start_shim_shared) std::memset(__start_shim_shared, 0xA5, __stop_shim_shared - __start_shim_shared);
 }
 
-inline void start_block(unsigned threads) {
-  if (stack_count < threads) {
-    stacks = static_cast<char*>(mmap(nullptr, STACK * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    stack_count = threads;
+inline void start_block(Group& one, Index index, unsigned threads, unsigned shared_bytes) {
+  if (one.stack_count < threads) {
+    one.stacks = static_cast<char*>(mmap(nullptr, STACK * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    one.stack_count = threads;
   }
-  fibers.resize(threads);
-  warps.assign((threads + 31) / 32, Warp{});
-  at_block = exited = any = 0;
+  one.index = index;
+  one.fibers.resize(threads);
+  one.warps.assign((threads + 31) / 32, Warp{});
+  one.started.assign(threads, false);
+  one.shared.assign(shared_bytes + 128, char(0xA5));
+  one.at_block = one.at_part = one.exited = one.any = 0;
   poison_shared();
   for (unsigned i = 0; i < threads; i++) {
-    getcontext(&fibers[i].start);
-    fibers[i].start.uc_stack.ss_sp = stacks + STACK * i;
-    fibers[i].start.uc_stack.ss_size = STACK;
-    fibers[i].start.uc_link = nullptr;
-    makecontext(&fibers[i].start, reinterpret_cast<void (*)()>(fiber_main), 0);
-    fibers[i].state = READY;
+    getcontext(&one.fibers[i].start);
+    one.fibers[i].start.uc_stack.ss_sp = one.stacks + STACK * i;
+    one.fibers[i].start.uc_stack.ss_size = STACK;
+    one.fibers[i].start.uc_link = nullptr;
+    makecontext(&one.fibers[i].start, reinterpret_cast<void (*)()>(fiber_main), 0);
+    one.fibers[i].state = READY;
   }
 }
 
@@ -143,27 +175,36 @@ inline unsigned permuted(unsigned i, unsigned count, unsigned order) {
   return order == 0 ? i : order == 1 ? count - 1 - i : (i * (2 * order + 1) + order) % count;
 }
 
-inline void run_block(unsigned threads, unsigned order) {
-  start_block(threads);
-  std::vector<bool> started(threads);
+// Runs a block as far as it gets; true where anyone got further.
+inline bool advance(Group& one, unsigned order) {
+  group = &one;
+  block = one.index;
+  const unsigned threads = one.fibers.size();
+  bool any_progress = false;
+  for (Fiber& fiber : one.fibers)
+    if (fiber.state == SPINNING) fiber.state = READY;
   for (bool progress = true; progress && !fault;) {
     progress = false;
-    for (unsigned w = 0; w < warps.size(); w++) {
-      const unsigned warp = permuted(w, warps.size(), order), lanes = threads < 32 ? threads : 32;
+    for (unsigned w = 0; w < one.warps.size(); w++) {
+      const unsigned warp = permuted(w, one.warps.size(), order), lanes = threads < 32 ? threads : 32;
       for (bool again = true; again;) {  // one warp as far as it gets
         again = false;
         for (unsigned l = 0; l < lanes; l++) {
           const unsigned index = warp * 32 + permuted(l, lanes, order);
-          if (fibers[index].state != READY) continue;
-          const bool fresh = !started[index];
-          started[index] = true;
+          if (one.fibers[index].state != READY) continue;
+          const bool fresh = !one.started[index];
+          one.started[index] = true;
           resume(index, fresh);
-          again = progress = true;
+          if (one.fibers[index].state != SPINNING) again = progress = any_progress = true;
         }
       }
     }
   }
-  if (!fault && exited != threads) fault = "threads wait for ever: a barrier or a warp primitive that not all reach";
+  return any_progress;
+}
+
+inline void check_exited(const Group& one) {
+  if (!fault && one.exited != one.fibers.size()) fault = "threads wait for ever: a barrier or a warp primitive that not all reach";
 }
 
 template <class... A, size_t... I>
@@ -172,7 +213,7 @@ void call_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>
 }
 
 template <class... A>
-const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, void** arguments, unsigned order) {
+const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, void** arguments, unsigned order, unsigned shared_bytes, bool cooperative) {
   struct Bound { void (*kernel)(A...); void** arguments; } bound{kernel, arguments};
   body = [](void* raw) {
     const Bound* b = static_cast<Bound*>(raw);
@@ -182,13 +223,27 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
   fault = nullptr;
   grid_size = {grid[0], grid[1], grid[2]};
   block_size = {threads, 1, 1};
-  for (block.z = 0; block.z < grid[2]; block.z++)
-    for (block.y = 0; block.y < grid[1]; block.y++)
-      for (block.x = 0; block.x < grid[0]; block.x++) {
-        run_block(threads, order);
-        if (fault) return fault;
-      }
-  return nullptr;
+  const unsigned blocks = grid[0] * grid[1] * grid[2];
+  groups.resize(cooperative ? blocks : 1);
+  for (unsigned i = 0; i < blocks && !fault; i++) {
+    Group& one = groups[cooperative ? i : 0];
+    start_block(one, {i % grid[0], i / grid[0] % grid[1], i / grid[0] / grid[1]}, threads, shared_bytes);
+    if (cooperative) continue;
+    advance(one, order);
+    check_exited(one);
+  }
+  if (cooperative) {  // static shared memory would be the same for all blocks: such kernels have none
+    // Whoever looks again may find what it waits for; after so many rounds of looking there is nothing to come.
+    for (int idle = 0; idle < 1000 && !fault; idle++) {
+      unsigned done = 0;
+      for (unsigned i = 0; i < blocks; i++)
+        if (advance(groups[permuted(i, blocks, order)], order)) idle = 0;
+      for (const Group& one : groups) done += one.exited == one.fibers.size();
+      if (done == blocks) break;
+    }
+    for (const Group& one : groups) check_exited(one);
+  }
+  return fault;
 }
 
 template <class T>
@@ -213,15 +268,18 @@ T from_slot(uint64_t raw) {
 
 struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline void __syncthreads() { shim::block_barrier(); }
 inline int __syncthreads_or(int predicate) {
-  shim::any |= predicate != 0;
+  shim::group->any |= predicate != 0;
   shim::block_barrier();
-  return shim::any_result;
+  return shim::group->any_result;
 }
+inline void __threadfence_block() {}
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { shim::warp_meet(mask, "syncwarp", 0); }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
@@ -275,6 +333,7 @@ inline float __uint_as_float(unsigned bits) { return shim::from_slot<float>(bits
 inline long long __double_as_longlong(double value) { return shim::from_slot<long long>(shim::to_slot(value)); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 template <class T>
 T max(T a, T b) { return a > b ? a : b; }
@@ -288,3 +347,28 @@ inline unsigned short shim_float_to_half(float value) { const _Float16 h = _Floa
 
 // A handle stands for the address of the value.
 extern "C" void cudaGraphSetConditional(unsigned long long handle, unsigned value) { *reinterpret_cast<unsigned*>(handle) = value; }
+
+// D += A x B of one warp: A [16, 16] and B [16, 8] of 16-bit values, D [16, 8] of floats, spread over the lanes as the
+// tensor cores want them (PTX ISA, "Matrix fragments for mma.m16n8k16"). T says how 16 bits become a float.
+template <class T>
+void shim_tensor_product(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  uint64_t words[3][32];
+  const uint64_t mine[3] = {a0 | uint64_t(a1) << 32, a2 | uint64_t(a3) << 32, b0 | uint64_t(b1) << 32};
+  for (int i = 0; i < 3; i++) std::memcpy(words[i], shim::warp_meet(0xFFFFFFFFu, "mma", mine[i]), sizeof words[i]);
+  const auto value = [&](int word, int lane, int half) {
+    const T bits = {static_cast<unsigned short>(words[word][lane] >> (half * 16))};
+    return to_float(bits);
+  };
+  const int group = (threadIdx.x & 31) / 4, pair = (threadIdx.x & 31) % 4;
+  for (int i = 0; i < 4; i++) {
+    const int row = group + (i / 2) * 8, column = pair * 2 + i % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      // a0: rows 0-7, k 0-7; a1: rows 8-15, k 0-7; a2, a3: the same of k 8-15. b0: k 0-7; b1: k 8-15.
+      const float a = value(k / 8, row % 8 * 4 + k % 8 / 2, row / 8 * 2 + k % 2);
+      const float b = value(2, column * 4 + k % 8 / 2, k / 8 * 2 + k % 2);
+      sum += a * b;
+    }
+    sums[i] += sum;
+  }
+}

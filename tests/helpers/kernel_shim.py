@@ -73,13 +73,14 @@ class HostKernels:
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         entry = self._libraries[source][f"launch_{call.kernel}"]
         entry.restype = ctypes.c_char_p
-        fault = entry((ctypes.c_uint * 3)(*call.grid), call.block, pointers, order)
+        fault = entry((ctypes.c_uint * 3)(*call.grid), call.block, pointers, order, call.shared_bytes, call.cooperative)
         assert fault is None, f"{call.kernel}: {fault.decode()}"
 
     def _build(self, source: str) -> ctypes.CDLL:
         entries = "\n".join(
             f'extern "C" const char* launch_{kernel}(const unsigned* grid, unsigned threads, void** arguments, '
-            f"unsigned order) {{ return shim::launch({kernel}, grid, threads, arguments, order); }}"
+            f"unsigned order, unsigned shared_bytes, bool cooperative) "
+            f"{{ return shim::launch({kernel}, grid, threads, arguments, order, shared_bytes, cooperative); }}"
             for kernel in SOURCES[source]
         )
         text = f"{HEADER.read_text(encoding='utf-8')}\n{source_text(source)}\n{entries}\n"

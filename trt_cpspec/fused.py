@@ -1,0 +1,577 @@
+"""The fused executor: the whole CodePredictor, and a whole frame, in one persistent CUDA kernel.
+
+It reads the folder that ``cpspec-build`` wrote (the weights of ``model.onnx.data``, the side files) and needs no plan
+and no TensorRT. :class:`FusedSession` stands beside the other decoder sessions; :class:`FusedFrames` decodes a frame in
+one launch. What the kernel does, and how its weights are packed, is in ``kernels/fused_frame.cu``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import MAX_SPECULATIVE_CODEBOOK, MAX_VERIFY_SIZE, CodePredictorSpec, Mode
+from .cuda import Device, DeviceArray
+from .device_frame import CapturedFrame, CapturedFrames, FrameIO
+from .errors import EngineError
+from .nvrtc import Call, KernelLibrary
+from .runtime import GRAPH_DATA_FILE, WEIGHT_INDEX
+from .tensorfile import TensorFile
+
+THREADS = 256
+MAX_BATCH = 8
+MIN_COMPUTE_CAPABILITY = (8, 0)
+UNIT = 32
+"""Inner values of a weight unit."""
+_UNIT_BYTES = 512
+"""Of a unit of 8 rows."""
+_PADDING = 8
+_RESERVED_BYTES = 4096
+"""Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
+_SELECT_BYTES = 12288
+CHUNK_BYTES = 4096
+IN_FLIGHT = 8
+"""Chunks of a block that are on their way at a time: more would stand in the way of what is waited for."""
+STREAMING_THREADS = 32
+CLOCKS_A_CHUNK = 220
+
+Words = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """How a matrix ``[out, in]`` is dealt out to the blocks and warps of the grid (``Product`` of the kernel)."""
+
+    inner: int
+    outer: int
+    blocks: int
+    warps: int
+    step: int = 8
+
+    @property
+    def groups(self) -> int:
+        """Groups of 8 rows of a block."""
+        return -(-(self.outer // self.step) // self.blocks) * (self.step // 8)
+
+    @property
+    def units(self) -> int:
+        """Units of 32 inner values of a warp."""
+        return -(-(self.inner // UNIT) // self.warps)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of a warp."""
+        return self.groups * _UNIT_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed matrix."""
+        return self.blocks * self.warps * self.units * self.unit_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a block's part of the matrix."""
+        return self.warps * self.units * self.unit_bytes
+
+    def pack(self, matrix: Words) -> Words:
+        """Return a matrix as the kernel streams it: ``[block, warp, unit, group, row of 8, 32 values]``, padded with 0.
+
+        Parameters
+        ----------
+        matrix : ndarray, shape [out, in], uint16
+            The bits of FP16 or BF16 weights.
+        """
+        rows, columns = self.blocks * self.groups * 8, self.warps * self.units * UNIT
+        whole = np.zeros((rows, columns), np.uint16)
+        whole[: self.outer, : self.inner] = matrix
+        parts = whole.reshape(self.blocks, self.groups, 8, self.warps, self.units, UNIT)
+        return np.ascontiguousarray(parts.transpose(0, 3, 4, 1, 2, 5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPlan:
+    """The kernel for one CodePredictor on one GPU: its sizes, and how weights are dealt out.
+
+    Attributes
+    ----------
+    spec : CodePredictorSpec
+    dtype : {"F16", "BF16"}
+        Of the weights and side files.
+    projected : bool
+        Whether there is a ``small_to_mtp_projection``.
+    blocks : int
+        Of the grid: one a multiprocessor.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    threads : int
+        Of a block.
+    """
+
+    spec: CodePredictorSpec
+    dtype: str
+    projected: bool
+    blocks: int
+    shared_bytes: int
+    threads: int = THREADS
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of a batch at most."""
+        return min(MAX_BATCH, self.spec.limits.max_batch_size)
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The matrices of the model, by name."""
+        d, deal = self.spec.decoder, {"blocks": self.blocks, "warps": self.threads // 32}
+        heads = d.num_attention_heads * d.head_dim
+        both = heads + 2 * d.num_key_value_heads * d.head_dim
+        return {
+            "projection": Product(inner=self.spec.talker_hidden_size, outer=d.hidden_size, **deal),
+            "qkv": Product(inner=d.hidden_size, outer=both, **deal),
+            "o": Product(inner=heads, outer=d.hidden_size, **deal),
+            "gate_up": Product(inner=d.hidden_size, outer=2 * d.intermediate_size, step=16, **deal),
+            "down": Product(inner=d.intermediate_size, outer=d.hidden_size, **deal),
+            "heads": Product(inner=d.hidden_size, outer=d.vocab_size, **deal),
+        }
+
+    def chunks(self) -> int:
+        """Return how many chunks the ring of a block has: as many as fit.
+
+        Raises
+        ------
+        EngineError
+            Shared memory is too small for the widest matrix on this grid.
+        """
+        products, warps = list(self.products.values()), self.threads // 32
+        rows = max(product.groups for product in products) * 8
+        sums = warps * 8 * (rows + _PADDING + 1) * 4
+        d = self.spec.decoder
+        constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
+        free = self.shared_bytes - _RESERVED_BYTES - constants - max(sums, _SELECT_BYTES)
+        chunks, needed = free // CHUNK_BYTES, max(-(-product.part_bytes // CHUNK_BYTES) for product in products)
+        if chunks < needed:
+            raise EngineError(
+                f"the fused kernel needs more shared memory than the {self.shared_bytes} bytes of a block here, for "
+                f"{needed} chunks of the widest matrix on {self.blocks} multiprocessors"
+            )
+        return chunks
+
+    def macros(self) -> dict[str, str]:
+        """Return what ``fused_frame.cu`` is compiled with."""
+        d, chunks = self.spec.decoder, self.chunks()
+        return {
+            "V": str(d.vocab_size), "G": str(self.spec.num_code_groups), "H": str(d.hidden_size),
+            "HT": str(self.spec.talker_hidden_size), "THREADS": str(self.threads), "WEIGHT": self.dtype,
+            "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
+            "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
+            "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "PARTICIPANTS": str(self.threads), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
+            "MAX_BATCH": str(self.max_batch),
+            "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
+            "SHARED_BYTES": str(self.shared_bytes),
+        }  # fmt: skip
+
+    def refusal(self) -> str | None:
+        """Return why the kernel cannot run this model here, or None."""
+        d = self.spec.decoder
+        widths = {
+            "hidden_size": d.hidden_size,
+            "talker_hidden_size": self.spec.talker_hidden_size,
+            "intermediate_size": d.intermediate_size,
+            "num_attention_heads * head_dim": d.num_attention_heads * d.head_dim,
+        }
+        for name, width in widths.items():
+            if width % UNIT:
+                return f"{name} is {width}, it must be a multiple of {UNIT}"
+        if d.head_dim not in (64, 96, 128):
+            return f"head_dim is {d.head_dim}, it must be 64, 96 or 128"
+        if self.spec.num_code_groups > 33:
+            return f"num_code_groups is {self.spec.num_code_groups}, at most 33 are possible"
+        if d.vocab_size > MAX_SPECULATIVE_CODEBOOK or d.vocab_size % 8:
+            return f"the codebook has {d.vocab_size} codes, it must be a multiple of 8 up to {MAX_SPECULATIVE_CODEBOOK}"
+        if self.dtype not in ("F16", "BF16"):
+            return f"the weights are {self.dtype}, they must be FP16 or BF16 (cpspec-build --precision fp16)"
+        try:
+            self.chunks()
+        except EngineError as error:
+            return str(error)
+        return None
+
+    def rotary(self) -> NDArray[np.float32]:
+        """Return cosine and sine of each position's angles, ``[G, headDim / 2, 2]``, as the portable graph has them."""
+        d = self.spec.decoder
+        exponent = np.arange(0, d.head_dim, 2, dtype=np.float32) / np.float32(d.head_dim)
+        frequencies = (1.0 / np.power(np.float32(d.rope_theta), exponent)).astype(np.float32)
+        angles = np.arange(self.spec.num_code_groups, dtype=np.float32)[:, None] * frequencies
+        return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+
+
+MODEL_FIELDS = (
+    "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm",
+    "rotary", "talker_table", "tables", "embeds", "input_words", "hidden_words", "mixed", "activated", "inputs",
+    "input_squares", "hidden", "hidden_squares", "queries", "keys", "values", "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts", "last", "states", "counter", "requests",
+    "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
+)  # fmt: skip
+"""The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
+
+
+def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, NDArray[Any]]:
+    """Read and pack what the kernel needs of an engine folder; the keys are those of :data:`MODEL_FIELDS`.
+
+    Parameters
+    ----------
+    plan : FusedPlan
+    folder : Path
+        The ``code_predictor`` folder.
+    talker_dir : Path
+        Where the Talker's ``embedding.safetensors`` lies.
+
+    Raises
+    ------
+    EngineError, ConfigError
+        A file is missing or does not fit the config.
+    """
+    weights, products = GraphWeights(folder), plan.products
+    layers = range(plan.spec.decoder.num_hidden_layers)
+    side = {name: TensorFile(folder / f"{name}.safetensors") for name in ("lm_heads", "codec_embeddings")}
+    depths = range(plan.spec.num_code_groups - 1)
+
+    def packed(name: str, parts: Iterable[Words]) -> list[Words]:
+        return [products[name].pack(part).reshape(-1) for part in parts]
+
+    def stacked(suffix: str) -> NDArray[np.float32]:
+        return np.stack([weights.vector(f"layers.{layer}.{suffix}") for layer in layers])
+
+    projection = TensorFile(folder / "small_to_mtp_projection.safetensors") if plan.projected else None
+    parts = [
+        *(packed("projection", [_bits(projection.rows("weight").stored)]) if projection else []),
+        *packed("qkv", (weights.matrix(f"layers.{i}.self_attn.q_proj.weight+k_proj+v_proj") for i in layers)),
+        *packed("o", (weights.matrix(f"layers.{i}.self_attn.o_proj.weight") for i in layers)),
+        *packed("gate_up", (_paired(weights.matrix(f"layers.{i}.mlp.gate_proj.weight+up_proj")) for i in layers)),
+        *packed("down", (weights.matrix(f"layers.{i}.mlp.down_proj.weight") for i in layers)),
+        *packed("heads", (_bits(side["lm_heads"].rows(f"lm_head_{i}.weight").stored) for i in depths)),
+    ]
+    arrays: dict[str, NDArray[Any]] = {
+        "weights": np.concatenate(parts),
+        "input_norm": stacked("input_layernorm.weight"),
+        "post_norm": stacked("post_attention_layernorm.weight"),
+        "final_norm": weights.vector("norm.weight"),
+        # All query heads share a row, and all key heads.
+        "head_norm": stacked("self_attn.qk_norm")[:, [0, -1]],
+        "rotary": plan.rotary(),
+        "talker_table": _bits(TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored),
+        "tables": np.stack([_bits(side["codec_embeddings"].rows(f"embedding_{i}").stored) for i in depths]),
+    }
+    if projection:
+        arrays["bias"] = projection.read("bias")
+    return arrays
+
+
+def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return shape and dtype of the kernel's working memory for a batch and a number of drafts."""
+    d, groups = plan.spec.decoder, plan.spec.num_code_groups
+    columns = batch * max(drafts + 1, MAX_VERIFY_SIZE)
+    cache = (d.num_hidden_layers, plan.max_batch, groups, d.num_key_value_heads * d.head_dim)
+    heads = d.num_attention_heads * d.head_dim
+    return {
+        "embeds": ((columns, plan.spec.talker_hidden_size), np.uint32),
+        "input_words": ((columns, d.hidden_size), np.uint32),
+        "hidden_words": ((columns, d.hidden_size), np.uint32),
+        "mixed": ((columns, heads), np.uint32),
+        "activated": ((columns, d.intermediate_size), np.uint32),
+        "inputs": ((columns, d.hidden_size), np.float32),
+        "input_squares": ((columns, d.hidden_size // 8), np.float32),
+        "hidden": ((columns, d.hidden_size), np.float32),
+        "hidden_squares": ((columns, d.hidden_size // 8), np.float32),
+        "queries": ((columns, heads), np.float32),
+        "keys": (cache, np.float32),
+        "values": (cache, np.float32),
+        "logits": ((columns, d.vocab_size), np.float32),
+        "laws": ((columns, d.vocab_size), np.float32),
+        "draft_logits": ((columns, d.vocab_size), np.float32),
+        "draft_laws": ((columns, d.vocab_size), np.float32),
+        "picks": ((columns,), np.int32),
+        "drafts": ((columns,), np.int32),
+        "last": ((batch,), np.int32),
+        "states": ((batch,), np.int32),
+        "counter": ((1,), np.uint32),
+    }
+
+
+class GraphWeights:
+    """The weights of a portable decoder graph, read through the index that the builder wrote beside it.
+
+    Raises
+    ------
+    EngineError
+        There is no index, or a weight is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / GRAPH_DATA_FILE
+        index = folder / WEIGHT_INDEX
+        if not index.is_file() or not self._path.is_file():
+            missing = index if not index.is_file() else self._path
+            raise EngineError(f"{missing} does not exist; build the folder again from the checkpoint")
+        self._index = json.loads(index.read_text(encoding="utf-8"))
+        marks = [name for name in self._index if name.endswith("layers.0.input_layernorm.weight")]
+        if not marks:
+            raise EngineError(f"{index} names no decoder layer; build the folder again from the checkpoint")
+        self._prefix = marks[0].removesuffix("layers.0.input_layernorm.weight")
+
+    @property
+    def dtype(self) -> str:
+        """Type of the matrices: ``F32``, ``F16`` or ``BF16``."""
+        return str(self._entry("layers.0.self_attn.o_proj.weight")["dtype"])
+
+    def matrix(self, name: str) -> Words:
+        """Return the bits of a weight as ``[out, in]``; the graph stores ``[in, out]``."""
+        return _bits(self._read(name)).T
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """Return an FP32 weight without axes of length 1."""
+        return np.squeeze(np.array(self._read(name), np.float32))
+
+    def _read(self, name: str) -> NDArray[Any]:
+        entry = self._entry(name)
+        kind = np.dtype(np.float32 if entry["dtype"] == "F32" else np.uint16)
+        return np.memmap(self._path, kind, "r", entry["offset"], tuple(entry["shape"]))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if self._prefix + name not in self._index:
+            raise EngineError(f"{self._path} has no weight {self._prefix}{name}; build the folder again")
+        entry: dict[str, Any] = self._index[self._prefix + name]
+        return entry
+
+
+def _bits(stored: NDArray[Any]) -> Words:
+    return stored if stored.dtype == np.uint16 else stored.view(np.uint16)
+
+
+def _paired(matrix: Words) -> Words:
+    """Put 8 rows of the first half and 8 of the second in turn: a block then holds both sides of a product."""
+    first, second = np.split(matrix, 2)
+    width = matrix.shape[1]
+    return np.stack([first.reshape(-1, 8, width), second.reshape(-1, 8, width)], axis=1).reshape(-1, width)
+
+
+class FusedModel:
+    """A CodePredictor in device memory, packed for the kernel, and the kernel itself.
+
+    Parameters
+    ----------
+    device : Device
+    plan : FusedPlan
+    folder, talker_dir : Path
+        See :func:`model_arrays`.
+
+    Raises
+    ------
+    EngineError
+        The kernel cannot run here: its reason, which is that of :meth:`FusedPlan.refusal`.
+    """
+
+    def __init__(self, device: Device, plan: FusedPlan, folder: Path, talker_dir: Path) -> None:
+        reason = plan.refusal()
+        if reason:
+            raise EngineError(f"{folder}: {reason}")
+        self.device, self.plan = device, plan
+        self._library = KernelLibrary(plan.macros())
+        self._constant = {}
+        for name, array in model_arrays(plan, folder, talker_dir).items():
+            self._constant[name] = device.empty(array.shape, array.dtype)
+            device.upload(self._constant[name], np.ascontiguousarray(array))
+            device.synchronize()  # the array goes away
+        for kernel in ("fused_frame", "fused_pass"):
+            self._library.load(kernel)
+
+    def table(self, work: Mapping[str, DeviceArray], io: Mapping[str, int]) -> DeviceArray:
+        """Upload the addresses that a launch works with."""
+        addresses = {name: array.address for name, array in (self._constant | dict(work)).items()} | dict(io)
+        values = np.array([addresses.get(name, 0) for name in MODEL_FIELDS], np.uint64)
+        table = self.device.empty(values.shape, values.dtype)
+        self.device.upload(table, values)
+        self.device.synchronize()  # the array goes away
+        return table
+
+    def work(self, batch: int, drafts: int) -> dict[str, DeviceArray]:
+        """Allocate the working memory of a batch."""
+        layout = work_layout(self.plan, batch, drafts)
+        return {name: self.device.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+
+    def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:
+        """Put one launch on the stream, behind a reset of its barrier."""
+        work["counter"].zero()
+        grid = (self.plan.blocks, 1, 1)
+        call = Call(kernel, grid, self.plan.threads + STREAMING_THREADS, arguments, self.plan.shared_bytes, cooperative=True)
+        self._library.run_on(self.device.stream, call)
+
+
+class FusedSession:
+    """The fused kernel pass by pass: the same methods as :class:`~trt_cpspec.session.DecoderSession`.
+
+    Parameters
+    ----------
+    model : FusedModel
+
+    Attributes
+    ----------
+    run_seconds : float
+        Time spent in copies and passes so far, as the host sees it.
+    """
+
+    def __init__(self, model: FusedModel) -> None:
+        self.model = model
+        self._states: dict[int, _PassMemory] = {}
+        self._now: _PassMemory | None = None
+        self.run_seconds = 0.0
+
+    @property
+    def device(self) -> Device:
+        """The device on which it runs."""
+        return self.model.device
+
+    def max_positions(self) -> int | None:
+        """Return how many positions a pass takes for each row."""
+        return MAX_VERIFY_SIZE
+
+    def start(self, batch: int, positions: int) -> None:
+        """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`); the cache always holds a frame."""
+        del positions
+        if batch > self.model.plan.max_batch:
+            raise EngineError(f"the fused kernel decodes at most {self.model.plan.max_batch} rows, not {batch}")
+        if batch not in self._states:
+            self._states[batch] = _PassMemory(self.model, batch)
+        self._now = self._states[batch]
+
+    def clear(self) -> None:
+        """Zero the cache."""
+        for name in ("keys", "values"):
+            self._memory.work[name].zero()
+
+    def keep_rows(self, rows: NDArray[np.intp]) -> None:
+        """Keep the sequences of these rows and drop the others."""
+        old = self._memory
+        self.start(len(rows), 0)
+        for name in ("keys", "values"):
+            source, target = old.work[name], self._memory.work[name]
+            held = np.empty(source.shape, source.dtype)
+            self.device.download(held, source)
+            self.device.synchronize()
+            moved = np.zeros_like(held)
+            moved[:, : len(rows)] = held[:, rows]
+            self.device.upload(target, moved)
+            self.device.synchronize()
+
+    def forward(self, embeds: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run rows ``[B, T, H]`` at positions ``[B, T]``, T up to 8; a negative position is padding."""
+        started = time.perf_counter()
+        width = positions.shape[1]
+        if width > MAX_VERIFY_SIZE or positions.max() >= self.model.plan.spec.num_code_groups:
+            raise EngineError(
+                f"the fused kernel takes {MAX_VERIFY_SIZE} positions a pass and a frame of "
+                f"{self.model.plan.spec.num_code_groups}, not {width} up to position {int(positions.max())}"
+            )
+        hidden = self._memory.run(embeds, positions)
+        self.run_seconds += time.perf_counter() - started
+        return hidden
+
+    @property
+    def _memory(self) -> _PassMemory:
+        if self._now is None:
+            raise EngineError("start() must be called before a pass")
+        return self._now
+
+
+class _PassMemory:
+    """Memory of the passes of one batch size."""
+
+    def __init__(self, model: FusedModel, batch: int) -> None:
+        device, width = model.device, model.plan.spec.decoder.hidden_size
+        self._model, self._batch = model, batch
+        self.work = model.work(batch, MAX_VERIFY_SIZE - 1)
+        self._table = model.table(self.work, {})
+        self._rows = device.empty((batch, MAX_VERIFY_SIZE, width), np.float32)
+        self._positions = device.empty((batch, MAX_VERIFY_SIZE), np.int32)
+        self._hidden = device.zeros((batch, MAX_VERIFY_SIZE, width), np.float32)
+
+    def run(self, embeds: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Run one pass and wait for it."""
+        device, width = self._model.device, positions.shape[1]
+        rows, places = np.ascontiguousarray(embeds, np.float32), np.ascontiguousarray(positions, np.int32)
+        device.upload_at(self._rows.address, rows)
+        device.upload_at(self._positions.address, places)
+        arguments = (self._table.address, self._rows.address, self._positions.address, self._hidden.address)
+        self._model.enqueue("fused_pass", self.work, (*arguments, np.int32(self._batch), np.int32(width)))
+        hidden = np.empty(rows.shape, np.float32)
+        device.download(hidden, self._hidden)
+        device.synchronize()
+        return hidden
+
+
+class FusedFrames(CapturedFrames):
+    """Frames of the fused kernel, one launch each.
+
+    Parameters
+    ----------
+    model : FusedModel
+    """
+
+    def __init__(self, model: FusedModel) -> None:
+        super().__init__(model.device)
+        self._model = model
+
+    def _capture(self, batch: int, drafts: int, mode: Mode) -> CapturedFrame:
+        if batch > self._model.plan.max_batch:
+            raise EngineError(f"the fused kernel decodes at most {self._model.plan.max_batch} rows, not {batch}")
+        return _FusedFrame(self._model, batch, drafts, mode)
+
+
+class _FusedFrame:
+    """The frame of one batch, number of drafts and mode: its memory and its graph."""
+
+    def __init__(self, model: FusedModel, batch: int, drafts: int, mode: Mode) -> None:
+        spec = model.plan.spec
+        self.io = FrameIO(model.device, batch, spec.num_code_groups, spec.talker_hidden_size)
+        self._work = model.work(batch, drafts)
+        self._table = model.table(self._work, self.io.address)
+        arguments = (self._table.address, np.int32(batch), np.int32(drafts), np.int32(mode == "coupled"))
+
+        def frame() -> None:
+            self.io.upload()
+            model.enqueue("fused_frame", self._work, arguments)
+            self.io.download()
+
+        self.graph = model.device.capture(frame)
+
+
+def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir: Path) -> FusedModel:
+    """Load a CodePredictor folder into the fused kernel.
+
+    Raises
+    ------
+    EngineError
+        It cannot run this model on this device; the message is the reason.
+    """
+    if device.compute_capability < MIN_COMPUTE_CAPABILITY:
+        found = ".".join(map(str, device.compute_capability))
+        raise EngineError(f"{device.name} has compute capability {found}, the fused kernel needs 8.0")
+    if spec.limits.max_batch_size > MAX_BATCH:
+        raise EngineError(
+            f"{folder} was built for batches of {spec.limits.max_batch_size}, the fused kernel takes at most {MAX_BATCH}"
+        )
+    plan = FusedPlan(
+        spec=spec,
+        dtype=GraphWeights(folder).dtype,
+        projected=(folder / "small_to_mtp_projection.safetensors").is_file(),
+        blocks=device.attribute("MULTIPROCESSOR_COUNT"),
+        shared_bytes=device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    )
+    return FusedModel(device, plan, folder, talker_dir)
