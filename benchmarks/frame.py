@@ -71,7 +71,7 @@ def main(**options: Any) -> None:
             build = BuildOptions(precision=options["precision"])
             backend = choose_backend("tensorrt" if options["device"] == "cuda" else "onnxruntime")
             engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build, backend))
-        place = {"device": options["device"], "threads": options["threads"]}
+        place = {"device": options["device"], "threads": options["threads"], "executor": "engine"}
         predictor = CodePredictor.from_engine_dir(engines / "code_predictor", **place)
         report = measure(predictor, options)
         if options["device"] == "cuda":

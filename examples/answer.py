@@ -5,10 +5,11 @@ Then: python answer.py ENG "What is a codec?" --speaker ethan
 """
 
 import argparse
+import sys
 
 import soundfile
 
-from trt_cpspec import Qwen3Omni
+from trt_cpspec import CpSpecError, Qwen3Omni
 
 parser = argparse.ArgumentParser(description="Answer a question aloud.")
 parser.add_argument("engines", help="the folder that cpspec-build wrote")
@@ -19,14 +20,18 @@ parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--output", default="answer.wav")
 args = parser.parse_args()
 
-omni = Qwen3Omni.from_engine_dir(args.engines)
 messages = [{"role": "system", "content": args.system}, {"role": "user", "content": args.question}]
-reply = omni.respond(messages, speaker=args.speaker, verify_size=3, seed=args.seed, max_generate_length=128)
-print(reply.text)
+try:
+    omni = Qwen3Omni.from_engine_dir(args.engines)
+    reply = omni.respond(messages, speaker=args.speaker, verify_size=3, seed=args.seed, max_generate_length=128)
+    speech = reply.speech
+    assert speech is not None  # from_engine_dir(..., audio=False) would answer in text alone
+    soundfile.write(args.output, speech.waveform, speech.sample_rate, subtype="PCM_16")
+except (CpSpecError, soundfile.LibsndfileError) as error:  # what was given cannot be used; anything else is a bug
+    print(f"Error: {error}", file=sys.stderr)
+    sys.exit(2)
 
-speech = reply.speech
-assert speech is not None  # from_engine_dir(..., audio=False) would answer in text alone
-soundfile.write(args.output, speech.waveform, speech.sample_rate, subtype="PCM_16")
+print(reply.text)
 stats = speech.stats
 print(f"{args.output}: {speech.duration_ms / 1000:.2f} s, {stats.frames} frames, ended by {speech.finish_reason}")
 if stats.frames:

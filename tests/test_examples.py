@@ -82,6 +82,7 @@ def test_answer(omni: Any, tmp_path: Path) -> None:
         ("examples/speak.py", "ENG", "Hello.", "--output", "nowhere/x.wav"),
         ("examples/speak.py", "ENG", "Hello.", "--speaker", "vivan"),
         ("examples/own_talker_loop.py", "nowhere"),
+        ("examples/answer.py", "nowhere", "Hello."),
         ("benchmarks/frame.py", "--engineDir", "nowhere"),
         ("benchmarks/frame.py", "--engineDir", "ENG", "--json", "file/nowhere.json"),
         ("benchmarks/talker.py", "--random-weights", "--json", "file/nowhere.json"),

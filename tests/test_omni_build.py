@@ -205,7 +205,8 @@ def test_the_files(engine: Path) -> None:
         "thinker": GRAPH | tokenizer | {"embedding.safetensors", "lm_head.safetensors", "heads.onnx"},
         "talker": GRAPH
         | {f"{stem}.safetensors" for stem in ("embedding", "codec_head", "text_projection", "hidden_projection")},
-        "code_predictor": GRAPH | {"codec_embeddings.safetensors", "lm_heads.safetensors", "heads.onnx"},
+        "code_predictor": GRAPH
+        | {"codec_embeddings.safetensors", "lm_heads.safetensors", "heads.onnx", "model.weights.json"},
         CODEC_FOLDER: GRAPH,
     }
     assert {name: {path.name for path in (engine / name).iterdir()} for name in OMNI_COMPONENTS} == files

@@ -140,7 +140,7 @@ def test_sidecar_tells_everything_about_the_plan(rtx: Backend, engines: Path) ->
         "sha256": hashes["llm.engine"],
     }
     assert record["graph"] == {name: hashes[name] for name in ("model.onnx", "model.onnx.data")}
-    names = ("codec_embeddings.safetensors", "heads.onnx", "lm_heads.safetensors")
+    names = ("codec_embeddings.safetensors", "heads.onnx", "lm_heads.safetensors", "model.weights.json")
     assert record["side_files"] == {name: hashes[name] for name in names}
     profiles = profiles_from_json(record["profiles"])
     assert list(profiles) == ["context", "generation"]

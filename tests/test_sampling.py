@@ -243,7 +243,8 @@ def golden() -> dict[str, NDArray[np.float32]]:
 @pytest.fixture(scope="module")
 def talker_spec() -> Any:
     config = json.loads((GOLDEN / "tts_a" / "checkpoint" / "config.json").read_text())
-    return SimpleNamespace(ids=SimpleNamespace(codec_eos_token_id=config["talker_config"]["codec_eos_token_id"]))
+    ids = SimpleNamespace(codec_eos_token_id=config["talker_config"]["codec_eos_token_id"])
+    return SimpleNamespace(ids=ids, min_frames=2)
 
 
 def case_params(case: dict[str, Any]) -> SamplingParams:

@@ -12,7 +12,16 @@ import numpy as np
 
 from .chat import ChatTokenizer
 from .codec import Code2Wav
-from .config import TRIAL_TEXT, FinishReason, Mode, SamplingParams, Window, checked_verify_size, with_overrides
+from .config import (
+    TRIAL_TEXT,
+    FinishReason,
+    Mode,
+    SamplingParams,
+    TalkerSpec,
+    Window,
+    checked_verify_size,
+    with_overrides,
+)
 from .errors import ConfigError, CpSpecError
 from .frame import CpSpecStats
 from .inspection import check_component
@@ -137,12 +146,8 @@ class Qwen3Omni:
             None is ``multimodal/code2wav`` beside the Talker, and the Thinker's folder.
         audio : bool
             False loads the Thinker alone: answers are text.
-        device : {"auto", "cpu", "cuda"}
-            ``auto`` is CUDA where every folder has a plan and a device is there.
-        threads : int or None
-            Threads of one pass on the CPU; None takes all cores.
-        executor : {"auto", "fused", "engine"}
-            What runs the CodePredictor (see :meth:`CodePredictor.from_engine_dir`).
+        device, threads, executor
+            As of :meth:`Qwen3TTS.from_engine_dir`.
 
         Raises
         ------
@@ -342,7 +347,7 @@ class Qwen3Omni:
                     voice, chat.voice, CpSpecStats(window, mode, voice.predictor.num_code_groups)
                 )
             else:
-                spoken[place] = replace(chat.voice, prompt=prompt)
+                spoken[place] = _answered(chat.voice, voice.talker.spec, prompt, len(answer.spoken_ids))
         if spoken:
             results = voice.run_batch(list(spoken.values()), window=window, mode=mode, progress=progress)
             for place, result in zip(spoken, results, strict=True):
@@ -417,6 +422,14 @@ class Qwen3Omni:
         return min(asked if asked is not None else DEFAULT_MAX_TOKENS, room)
 
 
+def _answered(utterance: Utterance, spec: TalkerSpec, prompt: Prompt, tokens: int) -> Utterance:
+    """Return what is to be spoken once the answer is there; without a length of its request its tokens set one."""
+    if utterance.if_cut is None:
+        return replace(utterance, prompt=prompt)
+    max_frames, if_cut = resolve_max_frames(spec, len(prompt.text_ids), tokens, None, [])
+    return replace(utterance, prompt=prompt, max_frames=max_frames, if_cut=if_cut)
+
+
 def _silence(voice: SpeechModel, utterance: Utterance, stats: CpSpecStats) -> Speech:
     """Return the speech of an answer in which there is nothing to speak (the reference fails on it)."""
     return Speech(
@@ -424,6 +437,7 @@ def _silence(voice: SpeechModel, utterance: Utterance, stats: CpSpecStats) -> Sp
         sample_rate=voice.codec.sample_rate,
         codes=np.zeros((0, stats.num_code_groups), np.int32),
         finish_reason="eos",
+        max_frames=utterance.max_frames,
         stats=stats,
         sampling=utterance.sampling,
         speaker=utterance.speaker,

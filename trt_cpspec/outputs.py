@@ -188,7 +188,7 @@ def write_reply(
     text = {}
     if not isinstance(result, CpSpecError) and "error" not in sound:
         text = {"output_text": result.text, "finish_reason": result.finish_reason}
-    heard = () if speech is None or isinstance(speech, CpSpecError) else speech.warnings
+    spoken = None if isinstance(speech, CpSpecError) else speech
     return {
         "request_idx": place[0],
         "batch_idx": place[1],
@@ -197,10 +197,10 @@ def write_reply(
         "formatted_system_prompt": system_prompt(prepared.prompt),
         "formatted_complete_request": prepared.prompt,
         **sound,
-        **({} if voice is None else {"speaker": voice.speaker, "max_audio_length": voice.max_frames}),
+        **({} if voice is None else {"speaker": voice.speaker, "max_audio_length": (spoken or voice).max_frames}),
         "max_generate_length": prepared.max_tokens,
         "sampling": prepared.sampling,
-        "warnings": [*prepared.warnings, *heard],
+        "warnings": [*prepared.warnings, *(spoken.warnings if spoken is not None else ())],
     }
 
 

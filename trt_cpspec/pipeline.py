@@ -81,6 +81,8 @@ class Speech:
         Hz.
     codes : ndarray, shape [F, G], int32
     finish_reason : {"eos", "length"}
+    max_frames : int
+        Frames that it might have had.
     stats : CpSpecStats
     sampling : ResolvedSampling
     speaker : str or None
@@ -93,6 +95,7 @@ class Speech:
     sample_rate: int
     codes: NDArray[np.int32]
     finish_reason: FinishReason
+    max_frames: int
     stats: CpSpecStats
     sampling: ResolvedSampling
     speaker: str | None
@@ -337,6 +340,7 @@ class SpeechModel:
             sample_rate=self.codec.sample_rate,
             codes=codes,
             finish_reason=row.finish_reason,
+            max_frames=row.request.max_frames,
             stats=row.stats,
             sampling=row.request.sampling,
             speaker=row.request.speaker,
