@@ -101,9 +101,11 @@ __device__ __forceinline__ constexpr float low_scale(BF16) { return 1; }
 // The two halves of a value among the words of its row.
 __device__ __forceinline__ void store_split(u32* row, int index, float value) {
   WEIGHT* at = reinterpret_cast<WEIGHT*>(row) + index / 2 * 4 + (index & 1);
+  WEIGHT high, low;
   value *= operand_scale(WEIGHT());
-  store(at, value);
-  store(at + 2, (value - to_float(*at)) * low_scale(WEIGHT()));
+  store(&high, value);
+  store(&low, (value - to_float(high)) * low_scale(WEIGHT()));
+  at[0] = high, at[2] = low;
 }
 
 // --------------------------------------------------------------------------------------------------------------- sizes
@@ -813,7 +815,7 @@ __device__ __forceinline__ void commit(const Model& model, int row, int depth, i
 __device__ __noinline__ void pick_entry(Block& block, int entry, int row, const float* logits, int use, float* laws, int* codes,
                                         int round, int state, int place) {
   const int depth = block.head_of[entry] + 1;
-  if (depth == 0) return;
+  if (depth <= 0) return;  // there is no such entry
   select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
   const int code = block.pick;
   if (threadIdx.x == 0) {
