@@ -77,9 +77,7 @@ class FusedModel:
         arrays["counter"][...] = 0
         return arrays
 
-    def _run(
-        self, kernel: str, arrays: dict[str, Array], arguments: tuple[Any, ...], *, order: int
-    ) -> dict[str, Array]:
+    def _run(self, kernel: str, arrays: dict[str, Array], arguments: tuple[Any, ...], order: int) -> dict[str, Array]:
         """Upload, run, download; an argument that is a name is the address of that array."""
         held = {name: self.kernels.upload(value) for name, value in arrays.items()}
         addresses = self._constant | held
