@@ -583,4 +583,9 @@ def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir
         blocks=device.attribute("MULTIPROCESSOR_COUNT"),
         shared_bytes=device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )
-    return FusedModel(device, plan, folder, talker_dir)
+    model = FusedModel(device, plan, folder, talker_dir)
+    # One dry pass: whether all blocks fit on the device at once is known now, not when somebody speaks.
+    session = FusedSession(model)
+    session.start(1, 1)
+    session.forward(np.zeros((1, 1, spec.decoder.hidden_size), np.float32), np.zeros((1, 1), np.int64))
+    return model
