@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fused_model import FusedModel
+from fused_model import FusedModel, released_plan
 from kernel_shim import HostKernels
 from numpy.typing import NDArray
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
@@ -218,21 +218,6 @@ def test_both_sides_of_a_gated_product_go_to_one_block() -> None:
     np.testing.assert_array_equal(paired[16:24], matrix[8:16])
 
 
-def released(**changes: Any) -> FusedPlan:
-    """The plan of the released CodePredictor on an H200, with other values where a test says so."""
-    limits = {"max_input_len": 8, "max_batch_size": 4, "max_kv_cache_capacity": 24, "max_verify_size": 8}
-    config = {
-        "model": "qwen3_tts_code_predictor", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 65536, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "num_code_groups": 16,
-        "talker_hidden_size": 1024, "builder_config": limits,
-    }  # fmt: skip
-    values = {"dtype": "BF16", "projected": False, "blocks": 132, "shared_bytes": 232_448}
-    values |= {key: changes.pop(key) for key in list(changes) if key in values}
-    spec = CodePredictorSpec.from_section(Section(config | changes, "config.json"))
-    return FusedPlan(spec=spec, **values)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -245,9 +230,9 @@ def released(**changes: Any) -> FusedPlan:
     ],
 )
 def test_what_the_kernel_cannot_run_is_said(changes: dict[str, Any], reason: str) -> None:
-    assert released().refusal() is None
+    assert released_plan().refusal() is None
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(released(**changes).refusal())
+        raise AssertionError(released_plan(**changes).refusal())
 
 
 def test_the_executor_needs_a_device(engine_of_bf16: Path) -> None:

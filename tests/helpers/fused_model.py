@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_cpspec.config import SamplingParams, Window
+from trt_cpspec.config import CodePredictorSpec, SamplingParams, Section, Window
 from trt_cpspec.cuda_sampling import NO_ERROR, request_array
 from trt_cpspec.frame import FrameResult, Round
 from trt_cpspec.fused import MODEL_FIELDS, FusedPlan, model_arrays, work_layout
@@ -88,3 +88,18 @@ class FusedModel:
         for address in (*held.values(), table):
             self.kernels.free(address)
         return after
+
+
+def released_plan(**changes: Any) -> FusedPlan:
+    """The plan of the released CodePredictor on an H200, with other values where a test says so."""
+    limits = {"max_input_len": 8, "max_batch_size": 4, "max_kv_cache_capacity": 24, "max_verify_size": 8}
+    config = {
+        "model": "qwen3_tts_code_predictor", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 65536, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "num_code_groups": 16,
+        "talker_hidden_size": 1024, "builder_config": limits,
+    }  # fmt: skip
+    values = {"dtype": "BF16", "projected": False, "blocks": 132, "shared_bytes": 232_448}
+    values |= {key: changes.pop(key) for key in list(changes) if key in values}
+    spec = CodePredictorSpec.from_section(Section(config | changes, "config.json"))
+    return FusedPlan(spec=spec, **values)
