@@ -101,9 +101,11 @@ __device__ __forceinline__ constexpr float low_scale(BF16) { return 1; }
 // The two halves of a value among the words of its row.
 __device__ __forceinline__ void store_split(u32* row, int index, float value) {
   WEIGHT* at = reinterpret_cast<WEIGHT*>(row) + index / 2 * 4 + (index & 1);
+  WEIGHT high, low;
   value *= operand_scale(WEIGHT());
-  store(at, value);
-  store(at + 2, (value - to_float(*at)) * low_scale(WEIGHT()));
+  store(&high, value);
+  store(&low, (value - to_float(high)) * low_scale(WEIGHT()));
+  at[0] = high, at[2] = low;
 }
 
 // --------------------------------------------------------------------------------------------------------------- sizes
@@ -194,7 +196,7 @@ struct Block {
   int body_parts;
   // What will be used, in its order; how much was said, and which chunk of the stream is the first not used up.
   u32 queue[8], pushed, consumed;
-  int position[MAX_COLUMNS];  // of each column; negative: there is none
+  int position[MAX_COLUMNS], row_of[MAX_COLUMNS];  // of each column; a negative position: there is none
   // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
   int head_of[MAX_COLUMNS], source_of[MAX_COLUMNS];
   int first_head[MAX_BATCH], state[MAX_BATCH];
@@ -552,7 +554,7 @@ struct DownTask : HiddenTask {
 };
 
 struct QkvTask : Columns<true> {
-  int layer, width;
+  int layer;
   struct Place {
     float* to;
   };
@@ -566,7 +568,7 @@ struct QkvTask : Columns<true> {
     if (out < Q_WIDTH) return {block.model.queries + column * Q_WIDTH + out};
     out -= Q_WIDTH;
     float* cache = out < KV_WIDTH ? block.model.keys : block.model.values;
-    return {cache + ((layer * MAX_BATCH + column / width) * G + block.position[column]) * KV_WIDTH + out % KV_WIDTH};
+    return {cache + ((layer * MAX_BATCH + block.row_of[column]) * G + block.position[column]) * KV_WIDTH + out % KV_WIDTH};
   }
   __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
     if (valid) *place.to = sum;
@@ -641,7 +643,7 @@ struct HeadVector {
 };
 
 // All threads of the grid: four warps a head and column. Softmax over the positions up to the column's own.
-__device__ __forceinline__ void attend(Block& block, int layer, int columns, int width) {
+__device__ __forceinline__ void attend(Block& block, int layer, int columns) {
   constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;
   const Model& model = block.model;
   const int team = warp_id() / 4, member = warp_id() % 4, thread = threadIdx.x % 128;
@@ -654,7 +656,7 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
     float value[G];
     if (position >= 0) {
       const int kv = head / (HEADS / KV_HEADS);
-      const u64 cache = u64((layer * MAX_BATCH + column / width) * G) * KV_WIDTH + kv * HEAD_DIM;
+      const u64 cache = u64((layer * MAX_BATCH + block.row_of[column]) * G) * KV_WIDTH + kv * HEAD_DIM;
       HeadVector key[EACH], query;
       query.load(model.queries + column * Q_WIDTH + head * HEAD_DIM);
 #pragma unroll
@@ -701,15 +703,15 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns, int
 // -------------------------------------------------------------------------------------------------------------- a pass
 
 template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns, int width) {
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns) {
   const int tiles = (columns + TILE - 1) / TILE;
   const Model& model = block.model;
   if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, columns}, model.input_norm}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    multiply<Qkv>(block, stream, tiles, QkvTask{{block, columns}, layer, width});
+    multiply<Qkv>(block, stream, tiles, QkvTask{{block, columns}, layer});
     grid_barrier(block);
-    attend(block, layer, columns, width);
+    attend(block, layer, columns);
     multiply<Out>(block, stream, tiles, OutTask{{{{block, columns}, model.post_norm + layer * H}}, layer});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, columns}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
@@ -813,7 +815,7 @@ __device__ __forceinline__ void commit(const Model& model, int row, int depth, i
 __device__ __noinline__ void pick_entry(Block& block, int entry, int row, const float* logits, int use, float* laws, int* codes,
                                         int round, int state, int place) {
   const int depth = block.head_of[entry] + 1;
-  if (depth == 0) return;
+  if (depth <= 0) return;  // there is no such entry
   select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
   const int code = block.pick;
   if (threadIdx.x == 0) {
@@ -831,6 +833,7 @@ __device__ __forceinline__ void plan_round(Block& block, int batch, int drafts) 
   const int width = drafts + 1;
   for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) {
     const int row = i / width, offset = i % width, last = row < batch ? load_fresh(model.last + row) : G;
+    block.row_of[i] = row;
     block.position[i] = last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1;
     if (last < G - 1) block.finished = 0;
     if (offset == 0 && row < batch) block.first_head[row] = last, block.state[row] = load_fresh(model.states + row);
@@ -877,7 +880,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
   stream.push(1u);
 
   // Prefill: the Talker's state and its code.
-  if (int(threadIdx.x) < 2 * batch) block.position[threadIdx.x] = threadIdx.x & 1;
+  if (int(threadIdx.x) < 2 * batch) block.position[threadIdx.x] = threadIdx.x & 1, block.row_of[threadIdx.x] = threadIdx.x >> 1;
   __syncthreads();
   if (cta < batch) {
     if (threadIdx.x == 0) model.errors[cta] = 0x7F7F7F7F;
@@ -901,7 +904,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
         if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        run_pass<HAS_PROJECTION>(block, stream, columns, width);
+        run_pass<HAS_PROJECTION>(block, stream, columns);
         heads = list_target_heads(block, columns);
       } else {
         heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
@@ -957,13 +960,13 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const
   begin(block, addresses, batch, false);
   if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
   Stream stream{block, memory + BLOCK_BYTES};
-  for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i];
+  for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i], block.row_of[i] = i / width;
   __syncthreads();
   stream.push(BODY);
   stream.push(STOP);
   for (int column = blockIdx.x; column < columns; column += CTAS)
     enter_decoder(block, column, [&](int i) { return inputs[column * H + i]; });
-  run_pass<false>(block, stream, columns, width);
+  run_pass<false>(block, stream, columns);
   grid_barrier(block);
 #pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {

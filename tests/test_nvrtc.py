@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fused_model import released_plan
 
 from trt_cpspec import nvrtc
 from trt_cpspec.cuda_sampling import KernelSizes
@@ -37,7 +38,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
-@pytest.mark.parametrize("source", nvrtc.SOURCES)
+@pytest.mark.parametrize("source", [source for source in nvrtc.SOURCES if source != "fused_frame"])
 def test_every_kernel_compiles_without_spills(source: str, arch: str) -> None:
     sampling = source in ("select_sample", "accept")
     for sizes in (RELEASED, LARGEST, ODD) if sampling else (RELEASED,):
@@ -48,6 +49,18 @@ def test_every_kernel_compiles_without_spills(source: str, arch: str) -> None:
         assert spills
         assert set(spills) == {("0", "0")}, report
         assert "warning" not in report, report
+
+
+@pytest.mark.parametrize("arch", [arch for arch in nvrtc.ARCHITECTURES if arch != "sm_75"])
+def test_the_fused_kernel_compiles(arch: str) -> None:
+    report = nvrtc.resource_usage("fused_frame", released_plan().macros(), arch=arch)
+    compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)
+    # The kernels that it is made of stand in the same source.
+    assert {("fused_frame", arch), ("fused_pass", arch)} < set(compiled)
+    stores = [int(nbytes) for nbytes in re.findall(r"(\d+) bytes spill stores", report)]
+    # A round's state across the calls of select and accept: nothing within a product.
+    assert max(stores) <= 128, report
+    assert "warning" not in report, report
 
 
 def test_a_large_codebook_compiles() -> None:

@@ -172,11 +172,17 @@ class FusedPlan:
             "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
-            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "PARTICIPANTS": str(self.threads), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
+            "PARTICIPANTS": str(self.threads),
             "MAX_BATCH": str(self.max_batch),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
         }  # fmt: skip
+
+    def call(self, kernel: str, arguments: tuple[Any, ...]) -> Call:
+        """Return the launch of ``fused_frame`` or ``fused_pass``."""
+        threads = self.threads + STREAMING_THREADS
+        return Call(kernel, (self.blocks, 1, 1), threads, arguments, self.shared_bytes, cooperative=True)
 
     def refusal(self) -> str | None:
         """Return why the kernel cannot run this model here, or None."""
@@ -214,10 +220,10 @@ class FusedPlan:
 
 
 MODEL_FIELDS = (
-    "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm",
-    "rotary", "talker_table", "tables", "embeds", "input_words", "hidden_words", "mixed", "activated", "inputs",
-    "input_squares", "hidden", "hidden_squares", "queries", "keys", "values", "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts", "last", "states", "counter", "requests",
-    "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
+    "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm", "rotary", "talker_table", "tables",
+    "embeds", "input_words", "hidden_words", "mixed", "activated", "inputs", "input_squares", "hidden",
+    "hidden_squares", "queries", "keys", "values", "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts",
+    "last", "states", "counter", "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
 )  # fmt: skip
 """The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
 
@@ -410,7 +416,9 @@ class FusedModel:
         """Put one launch on the stream, behind a reset of its barrier."""
         work["counter"].zero()
         grid = (self.plan.blocks, 1, 1)
-        call = Call(kernel, grid, self.plan.threads + STREAMING_THREADS, arguments, self.plan.shared_bytes, cooperative=True)
+        call = Call(
+            kernel, grid, self.plan.threads + STREAMING_THREADS, arguments, self.plan.shared_bytes, cooperative=True
+        )
         self._library.run_on(self.device.stream, call)
 
 
@@ -565,7 +573,8 @@ def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir
         raise EngineError(f"{device.name} has compute capability {found}, the fused kernel needs 8.0")
     if spec.limits.max_batch_size > MAX_BATCH:
         raise EngineError(
-            f"{folder} was built for batches of {spec.limits.max_batch_size}, the fused kernel takes at most {MAX_BATCH}"
+            f"{folder} was built for batches of {spec.limits.max_batch_size}, "
+            f"the fused kernel takes at most {MAX_BATCH}"
         )
     plan = FusedPlan(
         spec=spec,
@@ -574,4 +583,9 @@ def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir
         blocks=device.attribute("MULTIPROCESSOR_COUNT"),
         shared_bytes=device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )
-    return FusedModel(device, plan, folder, talker_dir)
+    model = FusedModel(device, plan, folder, talker_dir)
+    # One dry pass: whether all blocks fit on the device at once is known now, not when somebody speaks.
+    session = FusedSession(model)
+    session.start(1, 1)
+    session.forward(np.zeros((1, 1, spec.decoder.hidden_size), np.float32), np.zeros((1, 1), np.int64))
+    return model

@@ -169,7 +169,10 @@ class KernelLibrary:
         )
         if call.shared_bytes > _PLAIN_SHARED_BYTES and call.kernel not in self._roomy:
             self._allow_shared(call)
-        self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
+        try:
+            self._core.launch(stream, config, self.kernel(call.kernel), *call.arguments)
+        except Exception as error:  # cuda.core's CUDAError is no public name; a cooperative grid may not fit
+            raise EngineError(f"the kernel {call.kernel} cannot be launched: {error}") from error
 
     def _allow_shared(self, call: Call) -> None:
         driver = _import("cuda.bindings.driver")

@@ -170,9 +170,10 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
   }
 }
 
-// A permutation of 0 .. 2^n - 1 for each order: forward, backward, or an odd stride.
+// A permutation of 0 .. count - 1 for each order: forward, backward, or an odd stride (3, 5, 7: primes).
 inline unsigned permuted(unsigned i, unsigned count, unsigned order) {
-  return order == 0 ? i : order == 1 ? count - 1 - i : (i * (2 * order + 1) + order) % count;
+  const unsigned stride = 2 * order + 1;
+  return order == 0 ? i : order == 1 ? count - 1 - i : (i * (count % stride ? stride : 1) + order) % count;
 }
 
 // Runs a block as far as it gets; true where anyone got further.

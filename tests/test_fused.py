@@ -1,0 +1,321 @@
+"""The fused kernel: on every CPU through the host shim, and on a device where there is one.
+
+The portable graph on ONNX Runtime, with the same 16-bit weights, is what its passes are measured against; the host's
+frame loop is what its frames must equal, code for code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fused_model import FusedModel, released_plan
+from kernel_shim import HostKernels
+from numpy.typing import NDArray
+from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
+from trt_cpspec.builder.tts import BuildOptions, TtsBuild
+
+from trt_cpspec import fused
+from trt_cpspec.config import CodePredictorSpec, SamplingParams, Section
+from trt_cpspec.cuda import Device
+from trt_cpspec.errors import ConfigError, EngineError, NumericsError
+from trt_cpspec.fused import FusedPlan, GraphWeights, Product, open_fused
+from trt_cpspec.predictor import CodePredictor
+
+Array = NDArray[Any]
+
+SIZE = DecoderSize(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=192)
+GROUPS, CODEBOOK = 6, 512
+PARAMS = [SamplingParams(), SamplingParams(top_k=20, top_p=0.8, temperature=1.1), SamplingParams(temperature=0)]
+WINDOWS = [(0, "rejection"), (2, "rejection"), (3, "rejection"), (4, "coupled"), (8, "rejection"), (8, "coupled")]
+
+
+def build(folder: Path, precision: str, talker_width: int) -> Path:
+    """Build a small CodePredictor; a Talker of another width has a projection."""
+    tiny = SyntheticSpec.tiny()
+    spec = replace(
+        tiny,
+        code_predictor=SIZE,
+        talker=replace(tiny.talker, hidden=talker_width, layers=1),
+        num_code_groups=GROUPS,
+        codebook_size=CODEBOOK,
+    )
+    write_checkpoint(folder / "checkpoint", spec)
+    options = BuildOptions(precision=precision)
+    with TtsBuild(folder / "checkpoint", folder / "engine", options) as made:
+        for name, _, write in made.components:
+            if name in ("talker", "code_predictor"):
+                write()
+        made.commit()
+    return folder / "engine"
+
+
+class Case:
+    """A folder, its host predictor, and the fused kernel on what runs kernels."""
+
+    def __init__(self, engine: Path, make_kernels: Callable[[FusedPlan], Any], blocks: int, shared_bytes: int) -> None:
+        folder = self.folder = engine / "code_predictor"
+        self.host = CodePredictor.from_engine_dir(folder, device="cpu", threads=1)
+        self.plan = FusedPlan(
+            spec=self.host.spec,
+            dtype=GraphWeights(folder).dtype,
+            projected=(folder / "small_to_mtp_projection.safetensors").is_file(),
+            blocks=blocks,
+            shared_bytes=shared_bytes,
+            threads=128,
+        )
+        assert self.plan.refusal() is None
+        self.model = FusedModel(make_kernels(self.plan), self.plan, folder, engine / "talker")
+
+    def states(self, rows: int, seed: int = 0) -> tuple[Array, list[int]]:
+        random = np.random.default_rng(seed)
+        hidden = random.standard_normal((rows, self.host.spec.talker_hidden_size)).astype(np.float32)
+        return hidden, random.integers(0, CODEBOOK, rows).tolist()
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def make_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param == "cpu":
+        folder = tmp_path_factory.mktemp("fused")
+        return lambda plan: HostKernels(plan.macros(), folder)
+    require_device()
+    device_kernels = importlib.import_module("kernel_device").DeviceKernels
+    return lambda plan: device_kernels(plan.macros())
+
+
+def require_device() -> Device:
+    """Skip where there is no device, and fail instead where one is required."""
+    try:
+        return Device()
+    except EngineError as error:
+        if os.environ.get("CPSPEC_REQUIRE_GPU") == "1":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", params=["bf16", "bf16-projected", "fp16"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    precision, *projected = request.param.split("-")
+    return build(tmp_path_factory.mktemp(request.param), precision, 160 if projected else SIZE.hidden)
+
+
+@pytest.fixture(scope="session")
+def case(engine: Path, make_kernels: Any) -> Case:
+    # Not a divisor of anything: the last blocks have fewer rows, or none.
+    return Case(engine, make_kernels, blocks=7, shared_bytes=100_000)
+
+
+@pytest.fixture(scope="session")
+def engine_of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("plain"), "bf16", SIZE.hidden)
+
+
+def passes(batch: int, width: int) -> Iterator[Array]:
+    """Yield the positions of a frame's passes: two of prefill, then ``width`` at a time."""
+    yield np.tile(np.arange(2), (batch, 1))
+    for first in range(2, GROUPS, width):
+        yield np.tile(np.arange(first, min(first + width, GROUPS)), (batch, 1))
+
+
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (1, 3), (2, 2), (4, 4)])
+def test_a_pass_equals_the_portable_graph(case: Case, batch: int, width: int) -> None:
+    random = np.random.default_rng(batch)
+    steps = [
+        (random.standard_normal((*positions.shape, SIZE.hidden)).astype(np.float32), positions)
+        for positions in passes(batch, width)
+    ]
+    session = case.host._session
+    session.start(batch, GROUPS + 8)
+    expected = [session.forward(*step).copy() for step in steps]
+    for found, wanted in zip(case.model.passes(steps), expected, strict=True):
+        assert np.linalg.norm(found - wanted) < 2e-5 * np.linalg.norm(wanted)
+
+
+def test_a_padding_position_changes_nothing(case: Case) -> None:
+    rows = np.random.default_rng(1).standard_normal((2, 3, SIZE.hidden)).astype(np.float32)
+    whole = case.model.passes([(rows, np.array([[0, 1, 2], [0, 1, 2]]))])[0]
+    padded = case.model.passes([(rows, np.array([[0, 1, 2], [0, 1, -1]]))])[0]
+    np.testing.assert_array_equal(padded[0], whole[0])
+    np.testing.assert_array_equal(padded[1, :2], whole[1, :2])
+    assert np.isnan(padded[1, 2]).all()  # nothing was written
+
+
+@pytest.mark.parametrize(("verify_size", "mode"), WINDOWS)
+def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> None:
+    for number in range(3):
+        hidden, code0 = case.states(3, seed=number)
+        draws = [(params, 11 + row, number) for row, params in enumerate(PARAMS)]
+        options = {"drafts": max(verify_size - 1, 0), "coupled": mode == "coupled"}
+        found = case.model.frame(hidden, code0, draws, order=number, **options)
+        wanted = case.host.decode_frame(
+            hidden, code0, params=PARAMS, seeds=[11, 12, 13], frames=number, verify_size=verify_size, mode=mode
+        )
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+        assert found.rounds == wanted.rounds
+        np.testing.assert_array_equal(found.embedded, case.host.embed_frame(found.codes))
+
+
+def test_coupled_codes_are_those_of_plain_decoding_for_every_window(case: Case) -> None:
+    hidden, code0 = case.states(2, seed=5)
+    draws = [(PARAMS[row], 3 + row, 9) for row in range(2)]
+    plain = case.model.frame(hidden, code0, draws).codes
+    for drafts in range(1, 8):
+        np.testing.assert_array_equal(case.model.frame(hidden, code0, draws, drafts=drafts, coupled=True).codes, plain)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(case: Case) -> None:
+    """Bit by bit: the sums of embeddings of equal codes, and the hidden states of a pass."""
+    hidden, code0 = case.states(4, seed=2)
+    draws = [(PARAMS[row % 3], 40 + row, row) for row in range(4)]
+    alone = [case.model.frame(hidden[[r]], [code0[r]], [draws[r]], drafts=2).codes[0] for r in range(4)]
+    order = [2, 0, 3, 1]
+    together = case.model.frame(hidden[order], [code0[r] for r in order], [draws[r] for r in order], drafts=2)
+    for place, row in enumerate(order):
+        np.testing.assert_array_equal(together.codes[place], alone[row])
+    rows = np.random.default_rng(3).standard_normal((4, 8, SIZE.hidden)).astype(np.float32)
+    positions = np.tile(np.arange(8) % GROUPS, (4, 1))
+    positions[:, GROUPS:] = -1
+    wide = case.model.passes([(rows, positions)])[0]
+    for row in range(4):
+        narrow = case.model.passes([(rows[[row], :2], positions[[row], :2])])[0]
+        np.testing.assert_array_equal(wide[row, :2], narrow[0])
+
+
+def test_a_law_of_nan_names_its_row_and_depth(case: Case) -> None:
+    hidden, code0 = case.states(2)
+    hidden[1] = np.nan
+    with pytest.raises(AssertionError, match=r"\[2139062143 +1\]"):  # NO_ERROR for row 0, depth 1 for row 1
+        case.model.frame(hidden, code0, [(PARAMS[0], 1, 1)] * 2, drafts=2)
+
+
+# ---------------------------------------------------------------------------------------------------------- the layout
+
+
+def test_packing_deals_every_weight_out_once() -> None:
+    product = Product(inner=96, outer=40, blocks=3, warps=2)
+    matrix = np.arange(1, 40 * 96 + 1, dtype=np.uint16).reshape(40, 96)
+    packed = product.pack(matrix)
+    assert packed.nbytes == product.nbytes == 3 * product.part_bytes
+    assert product.groups == 2
+    assert product.units == 2
+    np.testing.assert_array_equal(np.sort(packed[packed > 0]), matrix.reshape(-1))
+    # Block 1, warp 0, unit 1, group 1, row 3: row 16 + 8 + 3 of the matrix, inner values 32 to 63.
+    np.testing.assert_array_equal(packed[1, 0, 1, 1, 3], matrix[27, 32:64])
+
+
+def test_both_sides_of_a_gated_product_go_to_one_block() -> None:
+    matrix = np.arange(64, dtype=np.uint16).reshape(32, 2)  # 16 rows of gate, 16 of up
+    paired = fused._paired(matrix)
+    np.testing.assert_array_equal(paired[:8], matrix[:8])
+    np.testing.assert_array_equal(paired[8:16], matrix[16:24])
+    np.testing.assert_array_equal(paired[16:24], matrix[8:16])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "F32"}, r"weights are F32, they must be FP16 or BF16 .*--precision fp16"),
+        ({"head_dim": 48}, "head_dim is 48, it must be 64, 96 or 128"),
+        ({"hidden_size": 1000}, "hidden_size is 1000, it must be a multiple of 32"),
+        ({"vocab_size": 8192}, "the codebook has 8192 codes"),
+        ({"num_code_groups": 40}, "num_code_groups is 40, at most 33 are possible"),
+        ({"shared_bytes": 49_152}, "needs more shared memory than the 49152 bytes of a block here"),
+    ],
+)
+def test_what_the_kernel_cannot_run_is_said(changes: dict[str, Any], reason: str) -> None:
+    assert released_plan().refusal() is None
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(released_plan(**changes).refusal())
+
+
+def test_the_executor_needs_a_device(engine_of_bf16: Path) -> None:
+    folder = engine_of_bf16 / "code_predictor"
+    with pytest.raises(EngineError, match="the fused executor needs a CUDA device: give --device cuda"):
+        CodePredictor.from_engine_dir(folder, device="cpu", executor="fused")
+    with pytest.raises(ConfigError, match="unknown executor 'fuse'; did you mean 'fused'"):
+        CodePredictor.from_engine_dir(folder, device="cpu", executor="fuse")
+
+
+def test_a_folder_without_its_index_says_what_to_do(engine_of_bf16: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"model\.weights\.json does not exist; build the folder again"):
+        GraphWeights(tmp_path)
+    for name in ("model.onnx.data", "model.weights.json"):
+        (tmp_path / name).write_bytes((engine_of_bf16 / "code_predictor" / name).read_bytes())
+    index = json.loads((tmp_path / "model.weights.json").read_text(encoding="utf-8"))
+    name = next(name for name in index if name.endswith("layers.1.mlp.down_proj.weight"))
+    del index[name]
+    (tmp_path / "model.weights.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(EngineError, match=r"has no weight .*layers\.1\.mlp\.down_proj\.weight; build the folder again"):
+        GraphWeights(tmp_path).matrix("layers.1.mlp.down_proj.weight")
+
+
+# ---------------------------------------------------------------------------------------------------------- on a device
+
+
+@pytest.fixture(scope="session")
+def on_device(engine: Path) -> tuple[CodePredictor, CodePredictor]:
+    """The predictor as users open it: fused on the device, and its host twin."""
+    require_device()
+    folder = engine / "code_predictor"
+    return (
+        CodePredictor.from_engine_dir(folder, device="cuda", executor="fused"),
+        CodePredictor.from_engine_dir(folder, device="cpu"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("verify_size", "mode"), WINDOWS)
+def test_the_device_decodes_what_the_host_does(
+    on_device: tuple[CodePredictor, CodePredictor], verify_size: int, mode: Any
+) -> None:
+    there, here = on_device
+    assert there.frame_on_device
+    random = np.random.default_rng(verify_size)
+    for number in range(40):
+        hidden = random.standard_normal((3, here.spec.talker_hidden_size)).astype(np.float32)
+        code0 = random.integers(0, CODEBOOK, 3)
+        options = {"params": PARAMS, "seeds": [1, 2, 3], "frames": number, "verify_size": verify_size, "mode": mode}
+        found, wanted = there.decode_frame(hidden, code0, **options), here.decode_frame(hidden, code0, **options)
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+        assert found.rounds == wanted.rounds
+
+
+@pytest.mark.gpu
+def test_a_thousand_replays_are_one(on_device: tuple[CodePredictor, CodePredictor]) -> None:
+    predictor = on_device[0]
+    hidden = np.random.default_rng(1).standard_normal(predictor.spec.talker_hidden_size).astype(np.float32)
+    first = predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
+    for _ in range(1000):
+        again = predictor.decode_frame(hidden, 5, seeds=2, frames=3, verify_size=3)
+        assert np.array_equal(first.codes, again.codes)
+        assert first.rounds == again.rounds
+        assert np.array_equal(first.embedded, again.embedded)
+
+
+@pytest.mark.gpu
+def test_an_error_on_the_device_goes_away(on_device: tuple[CodePredictor, CodePredictor]) -> None:
+    predictor = on_device[0]
+    hidden = np.random.default_rng(1).standard_normal((2, predictor.spec.talker_hidden_size)).astype(np.float32)
+    before = predictor.decode_frame(hidden, [5, 6], seeds=2)
+    huge = hidden.copy()
+    huge[1] = 3e38  # its square is beyond FP32
+    with pytest.raises(NumericsError, match="depth 1") as caught:
+        predictor.decode_frame(huge, [5, 6], seeds=2)
+    assert caught.value.row == 1
+    np.testing.assert_array_equal(predictor.decode_frame(hidden, [5, 6], seeds=2).codes, before.codes)
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_too_large_is_refused(engine_of_bf16: Path) -> None:
+    device, folder = require_device(), engine_of_bf16 / "code_predictor"
+    spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
+    large = replace(spec, limits=replace(spec.limits, max_batch_size=9))
+    with pytest.raises(EngineError, match="built for batches of 9, the fused kernel takes at most 8"):
+        open_fused(device, large, folder, engine_of_bf16 / "talker")
