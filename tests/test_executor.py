@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from trt_cpspec import CodePredictor, ConfigError, EngineError, Qwen3Omni, Qwen3
 from trt_cpspec import omni as omni_module
 from trt_cpspec import pipeline as pipeline_module
 from trt_cpspec.cli import llm, tts
+from trt_cpspec.fused import FusedSession
 from trt_cpspec.measure_cli import bench, verify
 
 Load = Callable[..., Any]
@@ -78,6 +80,17 @@ def test_a_cpu_has_one_executor(folders: dict[str, Path]) -> None:
         for name in ("auto", "engine")
     ]
     np.testing.assert_array_equal(frames[0].codes, frames[1].codes)
+
+
+def test_the_fused_kernel_is_named_where_a_measurement_ran(folders: dict[str, Path]) -> None:
+    """Where it runs, ``cpspec verify`` compares with the graph, and figures say what was measured."""
+    predictor = LOADERS["predictor"](folders)
+    assert predictor.device_facts() == {}
+    device = SimpleNamespace(name="a GPU", call=lambda name: 12040)
+    predictor._session = FusedSession(SimpleNamespace(device=device))  # type: ignore[arg-type]
+    assert predictor.device_facts() == {
+        "device": "a GPU", "cuda_driver": "12.4", "engine": "fused kernel", "loop": "host",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "module"), [("tts", pipeline_module), ("omni", omni_module)])

@@ -215,11 +215,12 @@ class SpeechModel:
         from .contexts import spoken_contexts  # noqa: PLC0415
 
         key = (checked_mode(mode), batch)
-        if key not in self._fastest:
-            contexts = spoken_contexts(self, trial, count=6)
-            params = self.talker.spec.defaults.subtalker
-            self._fastest[key] = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
-            logger.info("verify size: %s", self._fastest[key]["reason"])
+        with self._busy:
+            if key not in self._fastest:
+                contexts, params = spoken_contexts(self, trial, count=6), self.talker.spec.defaults.subtalker
+                choice = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
+                logger.info("verify size: %s", choice["reason"])
+                self._fastest[key] = choice
         return self._fastest[key]
 
     def run_batch(
