@@ -3,10 +3,12 @@
     python benchmarks/frame.py --size released --random-weights
     python benchmarks/frame.py --engineDir ENG
     python benchmarks/frame.py --size released --random-weights --device cuda --precision fp16 --windows 0,2,3,4,8
+    python benchmarks/frame.py --size released --random-weights --device cuda --precision bf16 --executors fused
 
 Every window decodes the same frames in turn, so that a slow minute of the machine falls on all of them. The Talker is
-a stand-in: hidden states drawn from a normal law. On a GPU the frame as one launch stands beside the loop that the
-host drives, and one pass of the engine is timed alone, by graph replay and CUDA events.
+a stand-in: hidden states drawn from a normal law. On a GPU the fused kernel stands beside the TensorRT engine, whose
+frame as one launch stands beside the loop that the host drives; one pass of each is timed alone, by graph replay and
+CUDA events.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from trt_cpspec.builder.engine import choose_backend
 from trt_cpspec import __version__
 from trt_cpspec.cli import reports_errors
 from trt_cpspec.frame import CpSpecStats
+from trt_cpspec.fused import FusedSession
 from trt_cpspec.outputs import check_file
 from trt_cpspec.predictor import CodePredictor
 
@@ -47,8 +50,9 @@ SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b
     show_default=True,
     help="Of drafts and targets, with --size.",
 )
-@click.option("--precision", type=click.Choice(["fp32", "fp16"]), default="fp32", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), default="fp32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--executors", default="engine,fused", show_default=True, help="On a GPU: which, comma separated.")
 @click.option("--windows", default="0,2,3,4", show_default=True, help="Verify sizes, comma separated.")
 @click.option("--mode", type=click.Choice(["rejection", "coupled"]), default="rejection", show_default=True)
 @click.option("--frames", type=click.IntRange(min=1), default=20, show_default=True)
@@ -69,23 +73,40 @@ def main(**options: Any) -> None:
         if engines is None:
             spec = code_predictor_only(spec_of(SIZES[options["size"]], options["agreement"]))
             build = BuildOptions(precision=options["precision"])
-            backend = choose_backend("tensorrt" if options["device"] == "cuda" else "onnxruntime")
+            with_plan = options["device"] == "cuda" and "engine" in options["executors"].split(",")
+            backend = choose_backend("tensorrt" if with_plan else "onnxruntime")
             engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build, backend))
-        place = {"device": options["device"], "threads": options["threads"], "executor": "engine"}
-        predictor = CodePredictor.from_engine_dir(engines / "code_predictor", **place)
-        report = measure(predictor, options)
-        if options["device"] == "cuda":
-            report["machine"] |= gpu(predictor)
-            report["pass_us"] = {length: pass_time(predictor, length) for length in (1, 2, 3, 4, 8)}
-            report["rows"] = [row | {"loop": "device"} for row in report["rows"]]
-            predictor.drive_from_host()
-            report["rows"] += [row | {"loop": "host"} for row in measure(predictor, options)["rows"]]
+        folder = engines / "code_predictor"
+        report: dict[str, Any] = {
+            "machine": machine(),
+            "options": {k: str(v) for k, v in options.items() if v is not None},
+        }
+        report |= {"rows": [], "pass_us": {}}
+        if options["device"] == "cpu":
+            report["rows"] = measure(
+                CodePredictor.from_engine_dir(folder, device="cpu", threads=options["threads"]), options
+            )
+        else:
+            for executor in options["executors"].split(","):
+                measure_on_gpu(
+                    CodePredictor.from_engine_dir(folder, device="cuda", executor=executor), executor, options, report
+                )
     print(table(report))
     if options["json_file"]:
         options["json_file"].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(predictor: CodePredictor, options: dict[str, Any]) -> dict[str, Any]:
+def measure_on_gpu(predictor: CodePredictor, executor: str, options: dict[str, Any], report: dict[str, Any]) -> None:
+    """Add an executor's figures to the report; the engine's with the host-driven loop."""
+    report["machine"] |= gpu(predictor)
+    report["pass_us"][executor] = {length: pass_time(predictor, length) for length in (1, 2, 3, 4, 8)}
+    report["rows"] += [row | {"loop": executor} for row in measure(predictor, options)]
+    if executor == "engine":
+        predictor.drive_from_host()
+        report["rows"] += [row | {"loop": "host"} for row in measure(predictor, options)]
+
+
+def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
     windows = [int(word) for word in options["windows"].split(",")]
     states = np.random.default_rng(0).standard_normal(
         (options["warmup"] + options["frames"], predictor.spec.talker_hidden_size)
@@ -102,8 +123,7 @@ def measure(predictor: CodePredictor, options: dict[str, Any]) -> dict[str, Any]
                 times[n].append(1000 * elapsed)
                 engine_ms[n].append(1000 * (predictor.run_seconds - before))
                 stats[n].add_frame(result.rounds[0])
-    rows = [row(n, times[n], engine_ms[n], stats[n]) for n in windows]
-    return {"machine": machine(), "options": {k: str(v) for k, v in options.items() if v is not None}, "rows": rows}
+    return [row(n, times[n], engine_ms[n], stats[n]) for n in windows]
 
 
 def row(n: int, times: list[float], engine_ms: list[float], stats: CpSpecStats) -> dict[str, Any]:
@@ -125,8 +145,8 @@ def gpu(predictor: CodePredictor) -> dict[str, Any]:
         session.device.call("cuDriverGetVersion") // 1000,
         session.device.call("cuDriverGetVersion") % 1000 // 10,
     )
-    version = session.plan.binding.__version__
-    return {"gpu": session.device.name, "cuda_driver": f"{major}.{minor}", "tensorrt": version}
+    found = {"gpu": session.device.name, "cuda_driver": f"{major}.{minor}"}
+    return found if isinstance(session, FusedSession) else found | {"tensorrt": session.plan.binding.__version__}
 
 
 def pass_time(predictor: CodePredictor, length: int, replays: int = 200) -> dict[str, float]:
@@ -134,10 +154,16 @@ def pass_time(predictor: CodePredictor, length: int, replays: int = 200) -> dict
     session: Any = predictor._session
     device = session.device
     session.start(1, predictor.num_code_groups + predictor.spec.max_verify_size)
-    session.buffers.positions.zero()
-    session.buffers.enqueue(length)
-    device.synchronize()
-    graph = device.capture(lambda: session.buffers.enqueue(length))
+    if isinstance(session, FusedSession):
+        width = predictor.spec.decoder.hidden_size
+        session.forward(np.ones((1, length, width), np.float32), np.arange(5, 5 + length)[None])  # what is timed
+        memory = session._memory
+        graph = device.capture(lambda: memory.enqueue(length))
+    else:
+        session.buffers.positions.zero()
+        session.buffers.enqueue(length)
+        device.synchronize()
+        graph = device.capture(lambda: session.buffers.enqueue(length))
     events = [device.call("cuEventCreate", 0) for _ in range(2)]
     times = []
     for _ in range(replays):
@@ -175,7 +201,9 @@ def processor_name() -> str:
 
 def table(report: dict[str, Any]) -> str:
     lines = [" ".join(f"{key}={value}" for key, value in report["machine"].items()), " ".join(sys.argv)]
-    lines += [f"one pass of {n} position(s): {t['median']:.1f} us" for n, t in report.get("pass_us", {}).items()]
+    for executor, passes in report["pass_us"].items():
+        times = ", ".join(f"{t['median']:.1f} us at {n}" for n, t in passes.items())
+        lines.append(f"one pass of the {executor}, by positions: {times}")
     lines.append("loop     N  ms/frame  quartiles          passes/frame  codes/round  outside the engine, us/frame")
     for r in report["rows"]:
         low, high = r["ms_quartiles"]

@@ -512,16 +512,20 @@ class _PassMemory:
 
     def run(self, embeds: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Run one pass and wait for it."""
-        device, width = self._model.device, positions.shape[1]
+        device = self._model.device
         rows, places = np.ascontiguousarray(embeds, np.float32), np.ascontiguousarray(positions, np.int32)
         device.upload_at(self._rows.address, rows)
         device.upload_at(self._positions.address, places)
-        arguments = (self._table.address, self._rows.address, self._positions.address, self._hidden.address)
-        self._model.enqueue("fused_pass", self.work, (*arguments, np.int32(self._batch), np.int32(width)))
+        self.enqueue(positions.shape[1])
         hidden = np.empty(rows.shape, np.float32)
         device.download(hidden, self._hidden)
         device.synchronize()
         return hidden
+
+    def enqueue(self, width: int) -> None:
+        """Put a pass of ``width`` positions a row on the stream, over what was uploaded last."""
+        arguments = (self._table.address, self._rows.address, self._positions.address, self._hidden.address)
+        self._model.enqueue("fused_pass", self.work, (*arguments, np.int32(self._batch), np.int32(width)))
 
 
 class FusedFrames(CapturedFrames):
