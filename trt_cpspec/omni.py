@@ -303,17 +303,7 @@ class Qwen3Omni:
         mode: Mode,
         progress: FrameProgress | None = None,
     ) -> list[Reply | CpSpecError]:
-        """Answer a batch. A request that fails is an exception in its place; the others are not disturbed.
-
-        Parameters
-        ----------
-        batch : sequence of PreparedChat
-            At most :attr:`max_batch_size`.
-        window : Window
-            From :meth:`window`.
-        mode : {"rejection", "coupled"}
-        progress : callable or None
-        """
+        """Answer a batch of conversations on the terms of :meth:`SpeechModel.run_batch`, and speak the answers."""
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         answers = [
