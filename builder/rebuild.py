@@ -199,7 +199,7 @@ def build_component(
         kind=job.kind.value,
         action=action,
         reason=reason or job.why_unchanged,
-        table=format_table(job.before, job.profiles.profiles),
+        table=format_table(job.before, job.before if reason is None else job.profiles.profiles),
         seconds=seconds,
     )
 

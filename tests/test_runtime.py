@@ -608,6 +608,33 @@ class Expected:
         return out
 
 
+def test_a_plan_that_cannot_be_captured_runs_without_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    session, device = session_of(tmp_path, FakeEngine())
+    attempts = []
+
+    def refuse(work: Callable[[], None]) -> Any:
+        attempts.append(1)
+        raise EngineError("this engine is not stream capturable")
+
+    device.capture = refuse
+    session.start(2, 8)
+    rng = np.random.default_rng(0)
+    results = []
+    for position in range(4):
+        embeds = rng.standard_normal((2, 1, SPEC.hidden_size)).astype(np.float32)
+        results.append(session.forward(embeds, np.full((2, 1), position)).copy())
+    plain, _ = session_of(tmp_path, FakeEngine(), use_graphs=False)
+    plain.start(2, 8)
+    rng = np.random.default_rng(0)
+    for position, result in enumerate(results):
+        embeds = rng.standard_normal((2, 1, SPEC.hidden_size)).astype(np.float32)
+        np.testing.assert_array_equal(plain.forward(embeds, np.full((2, 1), position)), result)
+    assert len(attempts) == 1
+    assert [record.message for record in caplog.records] == [
+        "its passes are put on the stream one by one, not as CUDA graphs: this engine is not stream capturable"
+    ]
+
+
 @pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, unread: list[str], tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
         "post_norm": stacked("post_attention_layernorm.weight"),
         "final_norm": weights.vector("norm.weight"),
         # All query heads share a row, and all key heads.
-        "head_norm": stacked("self_attn.qk_norm")[:, [0, -1]],
+        "head_norm": np.ascontiguousarray(stacked("self_attn.qk_norm")[:, [0, -1]]),
         "rotary": plan.rotary(),
         "talker_table": _bits(TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored),
         "tables": np.stack([_bits(side["codec_embeddings"].rows(f"embedding_{i}").stored) for i in depths]),

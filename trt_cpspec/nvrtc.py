@@ -31,8 +31,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """The kernels of each source file."""
 
+_HEADERS = {"fused_frame": ("common.cuh", "streaming.cuh")}
+"""What stands in front of a source file; of those that are not named it is ``common.cuh`` alone."""
+
 _PARTS = {"fused_frame": ("select_sample", "accept")}
-"""Source files that stand in front of another, each in a namespace of its own."""
+"""Source files that stand between the headers and another, each in a namespace of its own."""
 
 
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -72,7 +75,7 @@ def source_of(kernel: str) -> str:
 
 @cache
 def source_text(source: str) -> str:
-    """Return the text of one source file with ``common.cuh`` in front of it, which is what is compiled."""
+    """Return the text of one source file with what stands in front of it, which is what is compiled."""
     folder = resources.files(f"{__package__}.kernels")
 
     def text_of(name: str) -> str:
@@ -80,7 +83,8 @@ def source_text(source: str) -> str:
         return f'#line 1 "{name}"\n{(folder / name).read_text(encoding="utf-8")}\n'
 
     parts = [f"namespace {part}_part {{\n{text_of(f'{part}.cu')}}}\n" for part in _PARTS.get(source, ())]
-    return "".join([text_of("common.cuh"), *parts, text_of(f"{source}.cu")])
+    headers = [text_of(header) for header in _HEADERS.get(source, ("common.cuh",))]
+    return "".join([*headers, *parts, text_of(f"{source}.cu")])
 
 
 def compile_source(source: str, macros: Mapping[str, str], *, arch: str, on_disk_cache: bool = True) -> Any:

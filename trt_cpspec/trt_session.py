@@ -7,6 +7,7 @@ one shape, all contexts share their activation memory, and everything runs on on
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .config import DecoderSpec
 from .cuda import Device, DeviceArray, Graph
 from .errors import EngineError
 from .session import PREFILL_CHUNK, SCRATCH_SLOTS, Float32, bucket_for
+
+logger = logging.getLogger(__name__)
 
 CONTEXT_PROFILE, GENERATION_PROFILE = 0, 1
 BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
@@ -82,6 +85,7 @@ class Plan:
             )
         self.errors.clear()
         self.names = [self.engine.get_tensor_name(index) for index in range(self.engine.num_io_tensors)]
+        self.capturable = True  # until a capture fails
 
     def said(self) -> str:
         """Return what TensorRT has complained of, for a message."""
@@ -153,7 +157,7 @@ class DecoderBuffers:
     def __init__(
         self, plan: Plan, device: Device, spec: DecoderSpec, activations: DeviceArray, batch: int, slots: int
     ) -> None:
-        self._plan, self._device, self._spec, self._activations = plan, device, spec, activations
+        self.plan, self._device, self._spec, self._activations = plan, device, spec, activations
         self.batch, self.slots = batch, slots
         cache_shape = (batch, spec.num_key_value_heads, slots, spec.head_dim)
         self.cache = {name: device.zeros(cache_shape, plan.dtype(f"past_{name}")) for name in _cache_names(spec)}
@@ -166,7 +170,7 @@ class DecoderBuffers:
         self.embeds = self._device.zeros((self.batch, length, width), np.float32)
         self.positions = self._device.zeros((self.batch, length), np.int32)
         self.hidden = self._device.zeros((self.batch, length, width), np.float32)
-        unread = [name for name in UNREAD_OUTPUTS if name in self._plan.names]
+        unread = [name for name in UNREAD_OUTPUTS if name in self.plan.names]
         self._unread = {name: self._device.empty(self.hidden.shape, np.float32) for name in unread}
         self._contexts: dict[int, Any] = {}
         self._newest: Any = None
@@ -184,7 +188,7 @@ class DecoderBuffers:
             if length <= GRAPH_ROWS:  # prompts come in every length, and are not kept
                 self._contexts[length] = context
         done = context.execute_async_v3(self._device.stream)
-        self._plan.require(done, f"a pass of {self.batch} x {length} positions")
+        self.plan.require(done, f"a pass of {self.batch} x {length} positions")
 
     def _context(self, length: int) -> Any:
         shapes = {
@@ -192,21 +196,21 @@ class DecoderBuffers:
             "positions": (self.batch, length),
         } | {f"past_{name}": array.shape for name, array in self.cache.items()}
         narrow = any(
-            not _admits(self._plan.range(name, GENERATION_PROFILE), shapes[name])
+            not _admits(self.plan.range(name, GENERATION_PROFILE), shapes[name])
             for name in ("inputs_embeds", "positions")
         )
         profile = CONTEXT_PROFILE if narrow else GENERATION_PROFILE
-        context = _new_context(self._plan, self._activations)
+        context = _new_context(self.plan, self._activations)
         done = context.set_optimization_profile_async(profile, self._device.stream)
-        self._plan.require(done, f"selecting profile {profile}")
+        self.plan.require(done, f"selecting profile {profile}")
         for name, shape in shapes.items():
-            if not _admits(self._plan.range(name, profile), shape):
-                limits = self._plan.range(name, profile)
+            if not _admits(self.plan.range(name, profile), shape):
+                limits = self.plan.range(name, profile)
                 raise EngineError(
-                    f"{self._plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
+                    f"{self.plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
                     f"to {list(limits.maximum)}; build the engine with larger limits"
                 )
-            self._plan.require(context.set_input_shape(name, shape), f"binding {name} of shape {list(shape)}")
+            self.plan.require(context.set_input_shape(name, shape), f"binding {name} of shape {list(shape)}")
         addresses = {
             "inputs_embeds": self.embeds.address,
             "positions": self.positions.address,
@@ -216,7 +220,7 @@ class DecoderBuffers:
         for name, array in self.cache.items():
             addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
         for name, address in addresses.items():
-            self._plan.require(context.set_tensor_address(name, address), f"binding the address of {name}")
+            self.plan.require(context.set_tensor_address(name, address), f"binding the address of {name}")
         return context
 
 
@@ -449,11 +453,20 @@ class _Staging:
             self._graph.launch()
         else:
             self._enqueue()
-            if self._graphs and self._warm:
+            if self._graphs and self._warm and self._buffers.plan.capturable:
                 self._device.synchronize()
-                self._graph = self._device.capture(self._enqueue)
+                self._graph = self._captured()
             self._warm = True
         self._device.synchronize()
+
+    def _captured(self) -> Graph | None:
+        """Capture the pass; None, said once, of a plan that cannot be captured (TensorRT 8.6: a mixture of experts)."""
+        try:
+            return self._device.capture(self._enqueue)
+        except EngineError as error:
+            self._buffers.plan.capturable = False
+            logger.warning("its passes are put on the stream one by one, not as CUDA graphs: %s", error)
+            return None
 
     def _enqueue(self) -> None:
         # Rows of a shorter pass lie densely in the front of the buffers, which is how the context sees them.

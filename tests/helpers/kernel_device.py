@@ -26,9 +26,9 @@ class DeviceKernels:
 
     def upload(self, array: NDArray[np.generic]) -> int:
         """Copy an array to the device and return its address."""
-        nbytes = max(array.nbytes, 1)
-        address = int(self._check(self._driver.cuMemAlloc(nbytes + ALIGNMENT)))
-        self._check(self._driver.cuMemcpyHtoD(address, np.ascontiguousarray(array).ctypes.data, array.nbytes))
+        whole = np.ascontiguousarray(array)  # a name of its own: a copy must live until it has been read
+        address = int(self._check(self._driver.cuMemAlloc(max(whole.nbytes, 1) + ALIGNMENT)))
+        self._check(self._driver.cuMemcpyHtoD(address, whole.ctypes.data, whole.nbytes))
         return address
 
     def download(self, address: int, like: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -48,8 +48,18 @@ struct Warp {
 
 constexpr size_t STACK = 128 * 1024;
 
+// A copy that has been ordered and has not arrived.
+struct Pending {
+  char* to;
+  const char* from;
+  size_t bytes;
+  uint64_t* arrival;
+};
+
 // A block: its threads, and who waits for what.
 struct Group {
+  std::vector<Pending> pending;
+  unsigned looks = 0;
   Index index;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -76,8 +86,24 @@ __attribute__((noinline)) inline void suspend(State state) {
   if (!_setjmp(group->fibers[current].context)) _longjmp(scheduler, 1);
 }
 
-// Lets others run: for a loop that waits for another block.
-inline void spin() { suspend(SPINNING); }
+// Copies arrive in their order, each after others have looked for it a few times; what was there before is gone at once.
+inline void copy_later(char* to, const char* from, size_t bytes, uint64_t* arrival) {
+  std::memset(to, 0xA5, bytes);
+  group->pending.push_back({to, from, bytes, arrival});
+}
+inline void let_arrive() {
+  if (group->pending.empty() || ++group->looks % 5) return;
+  const Pending next = group->pending.front();
+  group->pending.erase(group->pending.begin());
+  std::memcpy(next.to, next.from, next.bytes);
+  ++*next.arrival;
+}
+
+// Lets others run: for a loop that waits for another block, or for a copy.
+inline void spin() {
+  let_arrive();
+  suspend(SPINNING);
+}
 
 inline char* dynamic_shared() {
   const size_t start = reinterpret_cast<size_t>(group->shared.data());
@@ -154,6 +180,7 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
     one.stack_count = threads;
   }
   one.index = index;
+  one.pending.clear();
   one.fibers.resize(threads);
   one.warps.assign((threads + 31) / 32, Warp{});
   one.started.assign(threads, false);
@@ -205,6 +232,7 @@ inline bool advance(Group& one, unsigned order) {
 }
 
 inline void check_exited(const Group& one) {
+  if (!fault && !one.pending.empty()) fault = "a copy has not been waited for";
   if (!fault && one.exited != one.fibers.size()) fault = "threads wait for ever: a barrier or a warp primitive that not all reach";
 }
 

@@ -1,0 +1,72 @@
+// What the fused kernel takes from the hardware: copies that run on, tensor cores, barriers of the grid.
+//
+// Stands behind common.cuh, in front of fused_frame.cu. As there, #if stands only around one-line wrappers of intrinsics.
+
+#ifdef HOST_SHIM
+#define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
+#define ON_HOST 1
+#define BULK_COPIES 1
+__device__ __forceinline__ void arrival_init(u64* arrival, u32) { *arrival = 0; }
+__device__ __forceinline__ void arrivals_ready() {}
+template <class T>
+__device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
+__device__ __forceinline__ void sync_block() { shim::block_barrier(); }
+__device__ __forceinline__ u32 clocks() { return 0; }
+__device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { shim::copy_later(to, from, bytes, reinterpret_cast<uint64_t*>(arrival)); }
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { if ((*arrival & 1) == parity) shim::spin(); return (*arrival & 1) != parity; }
+__device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
+__device__ __forceinline__ void arrive(u32* counter) { ++*counter; }
+__device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); return *counter; }
+__device__ __forceinline__ float load_fresh(const float* from) { return *from; }
+__device__ __forceinline__ int load_fresh(const int* from) { return *from; }
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) { return *from; }
+__device__ __forceinline__ float4 load_fresh(const float4* from) { return *from; }
+__device__ __forceinline__ float rsqrtf(float value) { return 1 / std::sqrt(value); }
+__device__ __forceinline__ u32 warp_or(u32 value) { return shim_reduce(ALL_LANES, value, [](unsigned a, unsigned b) { return a | b; }); }
+template <class T>
+__device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { shim_tensor_product<T>(sums, a0, a1, a2, a3, b0, b1); }
+#else
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
+#define ON_HOST 0
+#define BULK_COPIES (__CUDA_ARCH__ >= 900)
+// The copy engine: one thread orders any number of bytes, whose arrival flips the parity of a barrier.
+__device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvta_generic_to_shared(of)); }
+__device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(arrival)), "r"(arrivals) : "memory"); }
+template <class T>
+__device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
+__device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
+__device__ __forceinline__ u32 clocks() { u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now)); return now; }
+#if BULK_COPIES
+__device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { u32 done; asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(shared_address(arrival)), "r"(parity) : "memory"); return done; }
+__device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
+#else
+__device__ __forceinline__ void arrivals_ready() {}
+__device__ __forceinline__ void copy_bulk(char*, const char*, u32, u64*) {}
+__device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { u32 done; asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(shared_address(arrival)), "r"(parity) : "memory"); return done; }
+// Before compute capability 9.0: a warp copies, around L1 into shared memory, 16 bytes a lane.
+__device__ __forceinline__ void copy_16(char* to, const char* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory"); }
+__device__ __forceinline__ void copy_lanes(char* to, const char* from, u32 bytes, u64* arrival) {
+  for (u32 at = lane_id() * 16; at < bytes; at += 512) copy_16(to + at, from + at);
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(arrival)) : "memory");
+}
+#endif
+__device__ __forceinline__ void arrive(u32* counter) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory"); }
+__device__ __forceinline__ u32 arrived(const u32* counter) { u32 value; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory"); return value; }
+// Past L1, which does not see what other multiprocessors store.
+__device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
+__device__ __forceinline__ int load_fresh(const int* from) { return __ldcg(from); }
+__device__ __forceinline__ float4 load_fresh(const float4* from) { return __ldcg(from); }
+__device__ __forceinline__ uint4 load_fresh(const uint4* from) { return __ldcg(from); }
+__device__ __forceinline__ u32 warp_or(u32 value) { return __reduce_or_sync(ALL_LANES, value); }
+__device__ __forceinline__ void tensor_product(F16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
+__device__ __forceinline__ void tensor_product(BF16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
+#endif
+
+// For hunting hangs: a barrier that waits for this many polls stops the kernel with an error.
+#ifdef WATCHDOG
+__device__ __forceinline__ void polled(u32& polls) { if (++polls > WATCHDOG) asm volatile("trap;"); }
+#else
+__device__ __forceinline__ void polled(u32&) {}
+#endif
