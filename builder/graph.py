@@ -19,8 +19,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE, WEIGHT_INDEX
-from trt_cpspec.tensorfile import encode
+from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, encode
 
 OPSET = 17
 """The last opset that TensorRT 8.6's parser reads."""

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from trt_cpspec.errors import ConfigError, EngineError
-from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.tensorfile import GRAPH_DATA_FILE
 
 CONFIG_FILE = "config.json"
 NEXT_FILE = "config.json.next"

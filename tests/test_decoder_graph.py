@@ -13,8 +13,9 @@ from onnx import TensorProto
 from trt_cpspec.builder.graph import OPSET, GraphWriter
 
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.session import GraphSession
+from trt_cpspec.tensorfile import GRAPH_DATA_FILE
 
 DECODERS = ("talker", "code_predictor")
 COMPONENTS = (*DECODERS, "code2wav")

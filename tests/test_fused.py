@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
-from trt_cpspec import fused
+from trt_cpspec import fused, runtime
 from trt_cpspec.config import CodePredictorSpec, SamplingParams, Section
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import ConfigError, EngineError, NumericsError
 from trt_cpspec.fused import FusedPlan, GraphWeights, Product, open_fused
 from trt_cpspec.predictor import CodePredictor
+from trt_cpspec.runtime import open_runtime
 
 Array = NDArray[Any]
 
@@ -319,3 +320,87 @@ def test_a_batch_that_is_too_large_is_refused(engine_of_bf16: Path) -> None:
     large = replace(spec, limits=replace(spec.limits, max_batch_size=9))
     with pytest.raises(EngineError, match="built for batches of 9, the fused kernel takes at most 8"):
         open_fused(device, large, folder, engine_of_bf16 / "talker")
+
+
+# ------------------------------------------------------------------------------------------------ where it is chosen
+
+
+class StandIn:
+    """A device that only says what it is."""
+
+    def __init__(self, capability: tuple[int, int], shared_bytes: int) -> None:
+        self.name, self.compute_capability, self._shared = "Stand-in", capability, shared_bytes
+
+    def attribute(self, name: str) -> int:
+        return {"MULTIPROCESSOR_COUNT": 132, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": self._shared}[name]
+
+
+HOPPER, TURING, SMALL = ((9, 0), 232_448), ((7, 5), 65_536), ((8, 6), 20_000)
+
+
+def test_auto_takes_a_device_for_a_folder_without_a_plan_where_the_kernel_can_run_it(
+    engine_of_bf16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = engine_of_bf16 / "code_predictor"
+    choice = {"code_predictor": folder, "executor": "auto"}
+    monkeypatch.setattr(runtime, "Device", lambda: StandIn(*HOPPER))
+    assert open_runtime("auto", [folder], **choice).cuda is not None
+    assert open_runtime("auto", [folder], code_predictor=folder, executor="engine").cuda is None
+    assert caplog.messages == []
+    # The other components have no plan either: nothing was promised, nothing is said.
+    assert open_runtime("auto", [engine_of_bf16 / "talker", folder], **choice).cuda is None
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [(TURING, "compute capability 7.5, the fused kernel needs 8.0"), (SMALL, "needs more shared memory")],
+)
+def test_auto_decodes_on_the_cpu_where_there_is_no_plan_and_the_kernel_cannot_run(
+    device: Any, reason: str, engine_of_bf16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = engine_of_bf16 / "code_predictor"
+    monkeypatch.setattr(runtime, "Device", lambda: StandIn(*device))
+    predictor = CodePredictor.from_engine_dir(folder)
+    assert len(caplog.messages) == 1
+    assert reason in caplog.messages[0]
+    assert caplog.messages[0].endswith("running on the CPU")
+    assert predictor.decode_frame(np.ones(SIZE.hidden), 5).codes.shape == (1, GROUPS)
+    # Asked for by name, both are told: why not the kernel, and that there is no plan.
+    both = rf"the fused kernel cannot run it \(.*{reason}.*\), and there is no llm\.engine"
+    with pytest.raises(EngineError, match=both):
+        CodePredictor.from_engine_dir(folder, device="cuda")
+
+
+def test_without_a_device_a_folder_without_a_plan_is_silently_the_cpu_s(
+    engine_of_bf16: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none() -> Any:
+        raise EngineError("no CUDA device can be used")
+
+    folder = engine_of_bf16 / "code_predictor"
+    monkeypatch.setattr(runtime, "Device", none)
+    assert open_runtime("auto", [folder], code_predictor=folder, executor="auto").cuda is None
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("model.weights.json", lambda data: data[: len(data) // 2], "is damaged"),
+        ("model.onnx.data", lambda data: data[:1000], "cannot be read"),
+    ],
+)
+def test_damaged_weights_are_an_engine_error(
+    name: str, damage: Callable[[bytes], bytes], message: str, engine_of_bf16: Path, tmp_path: Path
+) -> None:
+    for kept in ("model.onnx.data", "model.weights.json"):
+        (tmp_path / kept).write_bytes((engine_of_bf16 / "code_predictor" / kept).read_bytes())
+    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
+    with pytest.raises(EngineError, match=f"{message}.*build the folder again"):
+        GraphWeights(tmp_path).matrix("layers.1.mlp.down_proj.weight")
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"a matrix has shape \[32, 96\], config\.json asks for \[40, 96\]"):
+        Product(inner=96, outer=40, blocks=3, warps=2).pack(np.zeros((32, 96), np.uint16))

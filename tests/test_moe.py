@@ -16,8 +16,9 @@ from trt_cpspec.builder.moe import MoeSpec, MoeWriter
 
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.runtime import GRAPH_DATA_FILE, GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.session import GraphSession
+from trt_cpspec.tensorfile import GRAPH_DATA_FILE
 
 F32 = NDArray[np.float32]
 HIDDEN, FEW = 12, 3

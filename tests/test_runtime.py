@@ -63,6 +63,9 @@ class FakeDevice:
         self.pins: list[weakref.ref[np.ndarray]] = []
         self.at_synchronize: Callable[[], None] = lambda: None
 
+    def make_current(self) -> None:
+        pass
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
         return FakeArray(shape, dtype)
 

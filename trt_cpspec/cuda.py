@@ -6,6 +6,7 @@ Nothing is imported from cuda-python before a :class:`Device` is made.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,8 @@ class Device:
         device = self.call("cuDeviceGet", ordinal)
         self._device = device
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
-        self.call("cuCtxSetCurrent", self._context)
+        self._thread = -1
+        self.make_current()
         self.compute_capability = (
             self.attribute("COMPUTE_CAPABILITY_MAJOR"),
             self.attribute("COMPUTE_CAPABILITY_MINOR"),
@@ -67,6 +69,13 @@ class Device:
         """Return a number of the device, by the driver's name of it without ``CU_DEVICE_ATTRIBUTE_``."""
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", attribute, self._device))
+
+    def make_current(self) -> None:
+        """Make its context the calling thread's: the thread that uses a device need not be the one that opened it."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self.call("cuCtxSetCurrent", self._context)
+            self._thread = thread
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function and return its result; any status but success is an EngineError."""
@@ -136,6 +145,17 @@ class Device:
         if not hasattr(driver, "cuGraphConditionalHandleCreate"):
             raise EngineError("this cuda-python has no conditional graph nodes")
         graph = self.call("cuGraphCreate", 0)
+        try:
+            self._fill_loop(graph, before, body, after)
+        except BaseException:
+            driver.cuGraphDestroy(graph)
+            raise
+        return Graph(self, graph)
+
+    def _fill_loop(
+        self, graph: Any, before: Callable[[], None], body: Callable[[int], None], after: Callable[[], None]
+    ) -> None:
+        driver = self.driver
         handle = self.call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)  # 1 at each launch
         first = self._add_child(graph, [], before)
         parameters = driver.CUgraphNodeParams()
@@ -150,12 +170,8 @@ class Device:
         inner = parameters.conditional.phGraph_out[0]
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCaptureToGraph", self.stream, inner, None, None, 0, mode)
-        try:
-            body(int(handle))
-        finally:
-            self.call("cuStreamEndCapture", self.stream)
+        self._end_capture(lambda: body(int(handle)))
         self._add_child(graph, [loop], after)
-        return Graph(self, graph)
 
     def _add_child(self, graph: Any, dependencies: list[Any], work: Callable[[], None]) -> Any:
         child = self._captured(work)
@@ -166,11 +182,16 @@ class Device:
     def _captured(self, work: Callable[[], None]) -> Any:
         mode = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", self.stream, mode)
+        return self._end_capture(work)
+
+    def _end_capture(self, work: Callable[[], None]) -> Any:
+        """Do what is captured and end the capture; what ended it before is what is told."""
         try:
             work()
-        finally:
-            graph = self.call("cuStreamEndCapture", self.stream)
-        return graph
+        except BaseException:
+            self.driver.cuStreamEndCapture(self.stream)
+            raise
+        return self.call("cuStreamEndCapture", self.stream)
 
 
 class DeviceArray:

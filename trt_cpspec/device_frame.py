@@ -182,6 +182,7 @@ class CapturedFrames(ABC):
             It cannot be captured here: the driver is too old, or a kernel cannot be compiled.
         """
         key = (batch, window.max_drafts, mode)
+        self._device.make_current()
         if key not in self._frames:
             self._frames[key] = self._capture(*key)
 

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import MAX_SPECULATIVE_CODEBOOK, MAX_VERIFY_SIZE, CodePredictorSpec, Mode
+from .config import MAX_SPECULATIVE_CODEBOOK, MAX_VERIFY_SIZE, CodePredictorSpec, Mode, Section
 from .cuda import Device, DeviceArray
 from .device_frame import CapturedFrame, CapturedFrames, FrameIO
-from .errors import EngineError
+from .errors import CpSpecError, EngineError
 from .nvrtc import Call, KernelLibrary
-from .runtime import GRAPH_DATA_FILE, WEIGHT_INDEX
-from .tensorfile import TensorFile
+from .tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, TensorFile
 
 THREADS = 256
 MAX_BATCH = 8
@@ -87,7 +86,16 @@ class Product:
         ----------
         matrix : ndarray, shape [out, in], uint16
             The bits of FP16 or BF16 weights.
+
+        Raises
+        ------
+        EngineError
+            Another shape.
         """
+        if matrix.shape != (self.outer, self.inner):
+            raise EngineError(
+                f"a matrix has shape {list(matrix.shape)}, config.json asks for {[self.outer, self.inner]}"
+            )
         rows, columns = self.blocks * self.groups * 8, self.warps * self.units * UNIT
         whole = np.zeros((rows, columns), np.uint16)
         whole[: self.outer, : self.inner] = matrix
@@ -326,7 +334,10 @@ class GraphWeights:
         if not index.is_file() or not self._path.is_file():
             missing = index if not index.is_file() else self._path
             raise EngineError(f"{missing} does not exist; build the folder again from the checkpoint")
-        self._index = json.loads(index.read_text(encoding="utf-8"))
+        try:
+            self._index: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"{index} is damaged ({error}); build the folder again from the checkpoint") from error
         marks = [name for name in self._index if name.endswith("layers.0.input_layernorm.weight")]
         if not marks:
             raise EngineError(f"{index} names no decoder layer; build the folder again from the checkpoint")
@@ -339,7 +350,10 @@ class GraphWeights:
 
     def matrix(self, name: str) -> Words:
         """Return the bits of a weight as ``[out, in]``; the graph stores ``[in, out]``."""
-        return _bits(self._read(name)).T
+        stored = self._read(name)
+        if stored.dtype != np.uint16 or stored.ndim != 2:
+            raise EngineError(f"{self._path}: {name} is no matrix of 16-bit weights; build the folder again")
+        return stored.T
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Return an FP32 weight without axes of length 1."""
@@ -347,8 +361,11 @@ class GraphWeights:
 
     def _read(self, name: str) -> NDArray[Any]:
         entry = self._entry(name)
-        kind = np.dtype(np.float32 if entry["dtype"] == "F32" else np.uint16)
-        return np.memmap(self._path, kind, "r", entry["offset"], tuple(entry["shape"]))
+        try:
+            kind = np.dtype(np.float32 if entry["dtype"] == "F32" else np.uint16)
+            return np.memmap(self._path, kind, "r", entry["offset"], tuple(entry["shape"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"{self._path}: {name} cannot be read ({error}); build the folder again") from error
 
     def _entry(self, name: str) -> dict[str, Any]:
         if self._prefix + name not in self._index:
@@ -415,11 +432,7 @@ class FusedModel:
     def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:
         """Put one launch on the stream, behind a reset of its barrier."""
         work["counter"].zero()
-        grid = (self.plan.blocks, 1, 1)
-        call = Call(
-            kernel, grid, self.plan.threads + STREAMING_THREADS, arguments, self.plan.shared_bytes, cooperative=True
-        )
-        self._library.run_on(self.device.stream, call)
+        self._library.run_on(self.device.stream, self.plan.call(kernel, arguments))
 
 
 class FusedSession:
@@ -453,6 +466,7 @@ class FusedSession:
     def start(self, batch: int, positions: int) -> None:
         """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`); the cache always holds a frame."""
         del positions
+        self.device.make_current()
         if batch > self.model.plan.max_batch:
             raise EngineError(f"the fused kernel decodes at most {self.model.plan.max_batch} rows, not {batch}")
         if batch not in self._states:
@@ -571,7 +585,27 @@ def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir
     ------
     EngineError
         It cannot run this model on this device; the message is the reason.
+    ConfigError
+        A side file is missing or does not fit the config.
     """
+    model = FusedModel(device, _plan_on(device, spec, folder), folder, talker_dir)
+    # One dry pass: whether all blocks fit on the device at once is known now, not when somebody speaks.
+    session = FusedSession(model)
+    session.start(1, 1)
+    session.forward(np.zeros((1, 1, spec.decoder.hidden_size), np.float32), np.zeros((1, 1), np.int64))
+    return model
+
+
+def fused_refusal(device: Device, folder: Path) -> str | None:
+    """Return why the fused kernel cannot run a CodePredictor folder on a device, or None; no weight is read."""
+    try:
+        spec = CodePredictorSpec.from_section(Section.from_file(folder / "config.json"))
+        return _plan_on(device, spec, folder).refusal()
+    except CpSpecError as error:
+        return str(error)
+
+
+def _plan_on(device: Device, spec: CodePredictorSpec, folder: Path) -> FusedPlan:
     if device.compute_capability < MIN_COMPUTE_CAPABILITY:
         found = ".".join(map(str, device.compute_capability))
         raise EngineError(f"{device.name} has compute capability {found}, the fused kernel needs 8.0")
@@ -580,16 +614,10 @@ def open_fused(device: Device, spec: CodePredictorSpec, folder: Path, talker_dir
             f"{folder} was built for batches of {spec.limits.max_batch_size}, "
             f"the fused kernel takes at most {MAX_BATCH}"
         )
-    plan = FusedPlan(
+    return FusedPlan(
         spec=spec,
         dtype=GraphWeights(folder).dtype,
         projected=(folder / "small_to_mtp_projection.safetensors").is_file(),
         blocks=device.attribute("MULTIPROCESSOR_COUNT"),
         shared_bytes=device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )
-    model = FusedModel(device, plan, folder, talker_dir)
-    # One dry pass: whether all blocks fit on the device at once is known now, not when somebody speaks.
-    session = FusedSession(model)
-    session.start(1, 1)
-    session.forward(np.zeros((1, 1, spec.decoder.hidden_size), np.float32), np.zeros((1, 1), np.int64))
-    return model

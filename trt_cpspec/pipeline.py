@@ -245,14 +245,14 @@ class SpeechModel:
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
-        try:
-            with self._busy:
+        with self._busy:
+            try:
                 self._generate(rows, window, mode, progress or (lambda frames: None))
-        except EngineError as error:  # nothing can be said of the rows that were still being spoken
-            for row in rows:
-                if row.finish_reason is None and row.error is None:
-                    row.error = error
-        return [self._finished(row) for row in rows]
+            except EngineError as error:  # nothing can be said of the rows that were still being spoken
+                for row in rows:
+                    if row.finish_reason is None and row.error is None:
+                        row.error = error
+            return [self._finished(row) for row in rows]
 
     def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode, progress: FrameProgress) -> None:
         """Run Talker and CodePredictor until every row has an end or an error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from .device_frame import CapturedFrames, DeviceFrames, DeviceTables
 from .errors import ConfigError, CpSpecError, EngineError, NumericsError
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .fused import FusedFrames, FusedSession, open_fused
-from .runtime import Decoder, Runtime, checked_executor, open_runtime
+from .runtime import BUILD_HINT, DECODER_PLAN, Decoder, Runtime, checked_executor, open_runtime
 from .sampling import PhiloxNoise
 from .session import HeadSession
 from .tensorfile import RowTable, TensorFile
@@ -254,8 +255,10 @@ class CodePredictor:
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
             return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
         except (NumericsError, EngineError):
-            self._start(batch)
-            self._session.clear()
+            if not isinstance(self._session, FusedSession):  # whose passes read nothing beyond their own positions
+                with suppress(EngineError):  # a device that is gone cannot be cleared: what it said before is told
+                    self._start(batch)
+                    self._session.clear()
             raise
 
     def embed_frame(self, codes: Codes) -> Float32:
@@ -332,9 +335,14 @@ def _open_executor(
             model = open_fused(runtime.cuda, spec, folder, talker_dir)
             logger.info("the CodePredictor runs as one fused kernel")
             return FusedSession(model), FusedFrames(model)
-        except EngineError as error:
+        except CpSpecError as error:
             if executor == "fused":
                 raise
+            if not (folder / DECODER_PLAN).is_file():
+                raise EngineError(
+                    f"{folder}: the fused kernel cannot run it ({error}), and there is no {DECODER_PLAN} in its place; "
+                    f"{BUILD_HINT}, or give --device cpu"
+                ) from error
             logger.warning("the CodePredictor runs on its engine, not as one fused kernel: %s", error)
     session = runtime.decoder(folder, spec.decoder, spec.limits.max_kv_cache_capacity, keep_buffers=True)
     if not isinstance(session, TensorRTDecoderSession):

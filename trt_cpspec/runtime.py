@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from .config import EXECUTORS, DecoderSpec, Section
 from .cuda import Device
 from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
+from .fused import fused_refusal
 from .session import DecoderSession, Float32, GraphSession, HeadSession
 from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 logger = logging.getLogger(__name__)
 
 GRAPH_FILE = "model.onnx"
-GRAPH_DATA_FILE = "model.onnx.data"
-WEIGHT_INDEX = "model.weights.json"
 HEADS_FILE = "heads.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
@@ -195,22 +194,23 @@ def open_runtime(
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
     if device == "cuda":
         return Runtime(cuda=Device(), threads=threads)
-    fusable = code_predictor if executor != "engine" and code_predictor and _has_half_weights(code_predictor) else None
-    without = [
-        str(f) for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file()) and f != fusable
-    ]
-    if device == "auto" and without and len(without) < len(folders):
-        logger.warning("only some folders have plans, without one: %s; running on the CPU", ", ".join(without))
-    if device == "auto" and not without:
+    without = [f for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
+    fusable = executor != "engine" and without == [code_predictor]
+    if device == "auto" and (fusable or not without):
         try:
             runtime = Runtime(cuda=Device(), threads=threads)
-            logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")
-            return runtime
+            reason = fused_refusal(runtime.cuda, without[0]) if runtime.cuda and fusable else None
         except CpSpecError as error:
-            logger.warning("the engines have plans, but %s; running on the CPU", error)
+            if not fusable or len(folders) > 1:
+                logger.warning("the engines have plans, but %s; running on the CPU", error)
+        else:
+            if reason is None:
+                logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")
+                return runtime
+            logger.warning(
+                "%s has no plan, and the fused kernel cannot run it: %s; running on the CPU", without[0], reason
+            )
+    elif device == "auto" and len(without) < len(folders):
+        names = ", ".join(str(folder) for folder in without)
+        logger.warning("only some folders have plans, without one: %s; running on the CPU", names)
     return Runtime(threads=threads)
-
-
-def _has_half_weights(folder: Path) -> bool:
-    """Whether a component folder has the weights of a graph in 16 bits, which the fused kernel reads."""
-    return (folder / WEIGHT_INDEX).is_file() and Section.from_file(folder / "config.json").text("precision") != "fp32"

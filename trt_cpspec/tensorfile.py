@@ -24,6 +24,12 @@ from .errors import ConfigError
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """The format's own limit on the header."""
 
+GRAPH_DATA_FILE = "model.onnx.data"
+"""The weights of a component's graph."""
+
+WEIGHT_INDEX = "model.weights.json"
+"""Where each of them lies, for readers without ONNX."""
+
 CHUNK_BYTES = 32 * 1024 * 1024
 """How much of a tensor is read at a time."""
 

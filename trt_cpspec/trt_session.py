@@ -296,6 +296,7 @@ class TensorRTDecoderSession:
 
     def start(self, batch: int, positions: int) -> None:
         """Begin new sequences (see :class:`~trt_cpspec.session.DecoderSession`)."""
+        self.device.make_current()
         slots = bucket_for(positions + SCRATCH_SLOTS, self._max_slots)
         if (batch, slots) != (self.batch, self.slots):
             self._replace(batch, slots)
@@ -321,6 +322,7 @@ class TensorRTDecoderSession:
     def forward(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
         """Run rows through the decoder (see :class:`~trt_cpspec.session.DecoderSession`)."""
         started = time.perf_counter()
+        self.device.make_current()
         self._make_room(int(positions.max()))
         length = positions.shape[1]
         context_limit = self.plan.range("inputs_embeds", CONTEXT_PROFILE).maximum[1]
@@ -404,6 +406,7 @@ class TensorRTGraphSession:
     def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
         """Run it once, from and to host memory."""
         plan, device = self._plan, self._device
+        device.make_current()
         outputs = [name for name in plan.names if name not in feeds]
         held = []
         for name, array in feeds.items():
