@@ -190,7 +190,10 @@ def build_component(
     seconds = 0.0
     if reason is not None and not options.dry_run:
         if backend is None or backend.binding is None:
-            raise EngineError(f"{target}: a plan needs TensorRT or TensorRT-RTX, ONNX Runtime runs the graph as it is")
+            raise EngineError(
+                f"{target}: a plan needs TensorRT or TensorRT-RTX, ONNX Runtime runs the graph as it is; to widen a "
+                f"graph, build it again: cpspec-build --checkpointDir CKPT --engineDir ENG --maxVerifySize N"
+            )
         started = time.perf_counter()
         job.build(backend.binding, report)
         action, seconds = "built", time.perf_counter() - started

@@ -1110,7 +1110,10 @@ _OMNI_GENERATION = {
 }  # fmt: skip
 _CHAT_TEMPLATE = (
     "{%- for message in messages -%}\n"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' -}}\n"
+    "{%- if message.content is string -%}{{- message.content -}}\n"
+    "{%- else -%}{%- for part in message.content -%}{{- part.text -}}{%- endfor -%}{%- endif -%}\n"
+    "{{- '<|im_end|>\\n' -}}\n"
     "{%- endfor -%}\n{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
 )
 _OMNI_SPEAKERS = {"chelsie": 2301, "ethan": 2302, "aiden": 2303}

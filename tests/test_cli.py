@@ -631,7 +631,7 @@ def test_a_build_that_fails_leaves_the_folder_as_it_was(
         build,
         ["--checkpointDir", str(CHECKPOINT), "--engineDir", "eng", "--maxBatchSize", "1", "--backend", "onnxruntime"],
     )
-    assert result.exit_code == (1 if isinstance(error, KeyboardInterrupt) else 2)
+    assert result.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     assert contents(work) == before
     assert (work / "eng").exists() == older
 

@@ -108,3 +108,12 @@ def test_the_place_is_chosen_with_the_executor_in_mind(
     monkeypatch.setattr(module, "open_runtime", open_runtime)
     LOADERS[name](folders, executor="engine")
     assert [(how["code_predictor"], how["executor"]) for how in seen] == [(folders[name] / "code_predictor", "engine")]
+
+
+@pytest.mark.parametrize("command", [verify, bench])
+def test_what_is_no_engine_folder_is_said(command: click.Command, folders: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = Path(__file__).parent / "golden" / "tts_a" / "checkpoint"
+    for folder in (checkpoint, folders["tts"] / "code2wav"):
+        result = CliRunner().invoke(command, [str(folder)])
+        assert result.exit_code == 2
+        assert f"{folder} is no engine folder" in result.stderr

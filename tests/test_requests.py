@@ -277,6 +277,7 @@ def test_a_bad_structure_is_named_with_its_place(document: Any, start: str, word
         ({"requests": [speak()], "temperature": 1}, "in.json: temperature is no known key", "'talker_temperature'"),
         ({"requests": [speak()], "messages": SPEAK}, "in.json: messages is not possible here", "belongs to a request"),
         ({"requests": [speak(), speak(speeker="x")]}, "in.json: requests[1].speeker is no known key", "'speaker'"),
+        ({"requests": [{"text": "Hi"}]}, "in.json: requests[0].text is no known key", "the content of a message"),
         ({"requests": [speak(batch_size=1)]}, "in.json: requests[0].batch_size is not possible here", "the top level"),
         (
             {"requests": [speak(enable_thinking=False)]},

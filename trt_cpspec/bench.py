@@ -138,7 +138,8 @@ def choose_verify_size(
         reason = f"N = {chosen}: {times} and {means[chosen]:.2f} ms with it"
     else:
         best = min((size for size in means if size), key=lambda size: means[size])
-        reason = f"speculation is off, it does not pay: {times} and {means[best]:.2f} ms with N = {best}"
+        least = f"{100 * (1 - PAYS):.0f} % less"
+        reason = f"speculation is off, it does not pay: {times} and {means[best]:.2f} ms with N = {best}, not {least}"
     return {"verify_size": chosen, "frame_ms": {str(size): mean for size, mean in means.items()}, "reason": reason}
 
 
@@ -271,6 +272,8 @@ def format_bench(report: dict[str, Any]) -> str:
             f"{row['verify_size']}  {times:<26} {row['speedup']:7.2f}x {row['passes_per_frame']:14.2f} "
             f"{_number(row['codes_per_round'], '14.2f')} {_number(factor, '17.2f')} {_number(first, '16.1f')}"
         )
+    if any(row.get("real_time_factor") for row in report["windows"]):
+        lines.append("real-time factor: seconds of speech a second; above 1 is faster than real time")
     if report["fallback_reason"]:
         lines.append(f"no speculation: {report['fallback_reason']}")
     else:

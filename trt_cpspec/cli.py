@@ -31,6 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EXIT_FAILED_REQUEST = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 PathOption = click.Path(path_type=Path)
 SEED = click.IntRange(0, 2**64 - 1)
@@ -49,6 +50,9 @@ def reports_errors(function: F) -> F:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo("Interrupted: what was complete stays, nothing else was written.", err=True)
+            raise SystemExit(EXIT_INTERRUPTED) from None
         except (CpSpecError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # click's: the reader of standard output has gone

@@ -60,7 +60,7 @@ class Section:
     def from_file(cls, path: Path) -> Section:
         """Read a JSON file."""
         if not path.is_file():
-            raise ConfigError(f"{path} does not exist; is {path.parent} the right folder, and was it built?")
+            raise ConfigError(f"{path} does not exist; is {path.parent} the right folder?")
         try:
             return cls(json.loads(path.read_text(encoding="utf-8")), str(path))
         except (OSError, ValueError, RecursionError) as error:
@@ -543,8 +543,8 @@ def resolve_window(requested: int, *, codebook_size: int, residual_depths: int, 
     elif max_verify_size < requested:
         reason = (
             f"the CodePredictor engine takes at most {max_verify_size} position(s) a pass and {requested} were asked; "
-            f"widen its plan with cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize {requested}, or "
-            f"build a graph again with --maxVerifySize {requested}"
+            f"widen its plan with cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize {requested}; "
+            f"without a plan, build it again from its checkpoint with --maxVerifySize {requested}"
         )
     elif residual_depths < MIN_SPECULATIVE_DEPTHS:
         reason = f"{residual_depths} residual depth(s) leave no draft slot"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import Section, Window
-from .errors import CpSpecError
+from .errors import ConfigError, CpSpecError
 from .frame import FrameResult
 from .pipeline import Qwen3TTS, SpeechModel, Trial
 from .predictor import CodePredictor
@@ -136,6 +136,10 @@ def load_engines(
     if _speaks(engine_dir):
         model = Qwen3TTS.from_engine_dir(engine_dir, device=device, threads=threads, executor=executor)
         return Loaded(model.predictor, model, engine_dir / "code_predictor")
+    if (engine_dir / "config.json").is_file() and not Section.from_file(engine_dir / "config.json").has("model"):
+        raise ConfigError(
+            f"{engine_dir} is no engine folder (a checkpoint?): name what cpspec-build wrote, or its code_predictor"
+        )
     folder = engine_dir / "code_predictor" if (engine_dir / "code_predictor").is_dir() else engine_dir
     predictor = CodePredictor.from_engine_dir(folder, device=device, threads=threads, executor=executor)
     return Loaded(predictor, None, folder)

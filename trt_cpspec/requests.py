@@ -422,6 +422,8 @@ def _check_keys(
     for key in values:
         if elsewhere and key in elsewhere:
             raise ConfigError(f"{place}{key} is not possible here, it belongs to {elsewhere[key]}")
+        if key == "text" and "messages" in allowed:
+            raise ConfigError(f'{place}text is no known key; the text is the content of a message: "messages": [...]')
         if key not in allowed:
             raise ConfigError(f"{place}{key} is no known key; {did_you_mean(str(key), allowed)}")
 
