@@ -17,7 +17,6 @@ import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from .chat import system_prompt
 from .errors import ConfigError, CpSpecError
 from .guards import check_waveform
 from .requests import ChatRequest, Request
@@ -180,6 +179,8 @@ def write_reply(
     prepared : PreparedChat
     result : Reply, or the error that ended the request
     """
+    from .chat import system_prompt  # noqa: PLC0415  it loads jinja2, which only answers need
+
     voice = prepared.voice
     speech = result if isinstance(result, CpSpecError) else result.speech
     sound = {} if speech is None else _outcome(*_files(folder, f"req{place[0]}_batch{place[1]}"), speech)
