@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +18,10 @@ from trt_cpspec.builder.cli import main
 
 from trt_cpspec import frame, sampling
 from trt_cpspec import verify as verify_module
+from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.oracle import Decision, Draws, Sampler, cells
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.sampling import PhiloxNoise, Use
@@ -324,6 +327,23 @@ def test_a_plan_that_computes_something_else_is_a_failure(factor: float, predict
     graph = compare_with_graph(other, predictor, random_contexts(predictor))
     (error,) = verify_module._graph_errors(graph)
     assert "the plan computes something else" in error
+
+
+@pytest.mark.parametrize("spread", [1.0, 400.0])
+def test_a_law_of_any_sharpness_is_placed_without_a_warning(spread: float) -> None:
+    """A draft's share can be 1e308 times the target's and more."""
+    random = np.random.default_rng(0)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(200):
+            target, draft = (spread * random.standard_normal((2, 16))).astype(np.float32)
+            draws = Draws(SamplingParams(temperature=1.0, top_k=0, top_p=1.0), seed, 0)
+            wanted = Decision(kind="draft", depth=2, offset=0, draws=draws, target=target, draft=draft, code=0)
+            accepted, code = Sampler().outcome(wanted)
+            found.append(cells(replace(wanted, accepted=accepted, code=code), random).code)
+    assert None not in found
+    assert np.mean(found) == pytest.approx(0.5, abs=0.08)
 
 
 # ---- what it needs --------------------------------------------------------------------------------------------------
