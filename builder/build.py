@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -135,6 +136,7 @@ class EngineBuild(ABC):
         self.weights = Weights(checkpoint.folder)
         self.engine_dir, self.options = engine_dir, options
         self._staging = engine_dir / ".partial"
+        self._lost: list[str] = []
         _check_codec(checkpoint, codec)
         _check_projection(checkpoint, self.weights)
         self._check_capacity("Talker", checkpoint.talker)
@@ -150,7 +152,9 @@ class EngineBuild(ABC):
 
     def __enter__(self: Build) -> Build:
         """Prepare a folder to build in."""
-        shutil.rmtree(self._staging, ignore_errors=True)
+        # An earlier build that was killed within a commit may have left the only copy of a component there.
+        _undo([(self.engine_dir / component, self._former / component) for component in self.folders])
+        self._remove_staging()
         try:
             for component in self.folders:
                 (self._staging / component).mkdir(parents=True)
@@ -162,22 +166,57 @@ class EngineBuild(ABC):
 
     def __exit__(self, *_: object) -> None:
         """Remove what was not committed."""
-        shutil.rmtree(self._staging, ignore_errors=True)
+        self._remove_staging()
         with suppress(OSError):
             self.engine_dir.rmdir()  # succeeds only when this build made nothing of it
 
     def commit(self) -> None:
-        """Put the built components in place of older ones, which are removed when all the new ones are there."""
+        """Put the built components in place of older ones, which are removed when all the new ones are there.
+
+        Raises
+        ------
+        ConfigError
+            A folder in the way is no engine, or a failed commit could not be taken back, and where the older are.
+        OSError
+            A component cannot be moved; the older ones are where they were.
+        """
         for component in self.folders:
             _check_replaceable(self.engine_dir / component)
-        former = self._staging / "former"
+        moves: list[tuple[Path, Path]] = []
+        try:
+            for component in self.folders:
+                self._replace(component, moves)
+        except BaseException as error:
+            _undo(moves)
+            self._lost = [component for component in self.folders if _is_there(self._former / component)]
+            if self._lost:
+                names = ", ".join(self._lost)
+                raise ConfigError(f"{error}; the former {names} could not be put back from {self._former}") from error
+            raise
+
+    def _replace(self, component: str, moves: list[tuple[Path, Path]]) -> None:
+        """Put a new component in the place of the former one; each move is noted before it is made."""
+        target, former = self.engine_dir / component, self._former / component
+        for parent in (target.parent, former.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        pairs = [(target, former)] if target.exists() else []
+        for source, place in [*pairs, (self._staging / component, target)]:
+            moves.append((source, place))
+            source.rename(place)
+
+    @property
+    def _former(self) -> Path:
+        """Where a commit keeps the older components."""
+        return self._staging / "former"
+
+    def _remove_staging(self) -> None:
+        """Remove what was built aside, and the older components unless one of them belongs elsewhere."""
+        there = {name: _is_there(self.engine_dir / name) for name in self.folders if _is_there(self._former / name)}
+        if not self._lost and all(there.values()):
+            shutil.rmtree(self._staging, ignore_errors=True)
+            return
         for component in self.folders:
-            target = self.engine_dir / component
-            for parent in (target.parent, (former / component).parent):
-                parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():
-                target.rename(former / component)
-            (self._staging / component).rename(target)
+            shutil.rmtree(self._staging / component, ignore_errors=True)
 
     @property
     def components(self) -> list[tuple[str, int, Write]]:
@@ -338,6 +377,19 @@ def _check_replaceable(folder: Path) -> None:
     except (OSError, ValueError, TypeError):
         pass
     raise ConfigError(f"{folder} exists and is no engine folder: it is left as it is, choose another --engineDir")
+
+
+def _undo(moves: list[tuple[Path, Path]]) -> None:
+    """Take back moves, the last one first; one that was not made, or cannot be taken back, is passed over."""
+    for source, place in reversed(moves):
+        if _is_there(place) and not _is_there(source):
+            with suppress(OSError):
+                place.rename(source)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether something has this name; a link that was moved aside may lead nowhere and is the user's still."""
+    return os.path.lexists(path)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

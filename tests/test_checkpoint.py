@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -399,6 +401,81 @@ def test_a_folder_that_turns_up_during_a_build_is_not_replaced(build: Callable[.
     assert (engine / "code2wav" / "config.json").read_text() == "{}"
     talker = json.loads((engine / "talker" / "config.json").read_text(encoding="utf-8"))
     assert talker["precision"] == "fp32"  # all or nothing
+
+
+class Broken:
+    """A ``rename`` that fails at some of its calls, and does nothing then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
+        real, self.calls = Path.rename, 0
+
+        def rename(path: Path, target: Path) -> Path:
+            self.calls += 1
+            if fails(self.calls - 1):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+
+
+def rebuild_and_fail(engine: Path, error: type[Exception] = PermissionError) -> None:
+    with TtsBuild(CHECKPOINT, engine, BuildOptions(precision="fp16")) as late:
+        for _, _, write in late.components:
+            write()
+        with pytest.raises(error, match="Permission denied"):
+            late.commit()
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_commit_that_fails_is_taken_back(
+    step: int, build: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(CHECKPOINT, tmp_path / "engine")
+    before = snapshot(engine)
+    Broken(monkeypatch, lambda call: call == step)
+    rebuild_and_fail(engine)
+    assert snapshot(engine) == before
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_a_first_commit_that_fails_leaves_nothing(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Broken(monkeypatch, lambda call: call == step)
+    rebuild_and_fail(tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_commit_that_cannot_be_taken_back_keeps_the_former_copies(
+    step: int, build: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(CHECKPOINT, tmp_path / "engine")
+    before = contents(engine)
+    with monkeypatch.context() as broken:
+        Broken(broken, lambda call: call >= step)
+        rebuild_and_fail(engine, ConfigError)
+    assert contents(engine) | contents(engine / ".partial" / "former") == before
+    with TtsBuild(CHECKPOINT, engine, BuildOptions()):
+        pass  # the next build puts back what is missing
+    assert set(contents(engine)) == set(before)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of the three components."""
+    parts = ("talker", "code_predictor", "code2wav")
+    files = [path for part in parts for path in sorted((folder / part).rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_link_to_a_component_is_put_back(
+    build: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set aside, a relative link leads nowhere."""
+    engine = build(CHECKPOINT, tmp_path / "engine")
+    (engine / "talker").rename(tmp_path / "elsewhere")
+    (engine / "talker").symlink_to(Path("..") / "elsewhere")
+    Broken(monkeypatch, lambda call: call == 1)
+    rebuild_and_fail(engine)
+    assert (engine / "talker").is_symlink()
 
 
 def test_an_empty_folder_and_strangers_beside_it_are_kept(build: Callable[..., Path], tmp_path: Path) -> None:

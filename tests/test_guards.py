@@ -217,6 +217,20 @@ def test_a_wav_is_piped_and_nothing_else(engines: Path, work: Path) -> None:
     assert [path.name for path in work.iterdir()] == ["out.json"]
 
 
+def test_a_wav_is_followed_by_nothing_when_the_summary_fails(engines: Path, work: Path) -> None:
+    code = (
+        "import sys; from trt_cpspec import cli, outputs\n"
+        "def full(*_): raise OSError(28, 'No space left on device')\n"
+        "outputs.write_json = full; cli.tts()"
+    )
+    args = [str(engines), "Hello.", "--seed", "1", "-o", "-", "--outputFile", "out.json"]
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, timeout=60, check=False)
+    told, _, message = result.stderr.decode().rpartition("Error: ")
+    assert (result.returncode, "No space left" in message) == (1, True)
+    assert json.loads(told)["responses"][0]["audio_samples"] > 0
+    assert result.stdout == piped(engines, "Hello.", "--seed", "1", "-o", "-").stdout
+
+
 def test_a_seed_that_was_drawn_is_told_where_no_response_is(engines: Path, work: Path) -> None:
     drawn = piped(engines, "Hello.", "-o", "-")
     seed = re.fullmatch(rb"seed: (\d+)\n", drawn.stderr)

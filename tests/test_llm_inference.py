@@ -21,6 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from trt_cpspec import outputs
 from trt_cpspec.cli import llm, tts
+from trt_cpspec.codec import Code2Wav
+from trt_cpspec.errors import EngineError
 
 BIN = Path(sys.executable).parent
 GREEDY = {"temperature": 0, "talker_temperature": 0, "subtalker_temperature": 0}
@@ -377,11 +379,31 @@ def test_a_file_that_cannot_be_written_fails_its_request(
 
     monkeypatch.setattr(outputs, "save", second_fails)
     options = {"max_generate_length": 3, "max_audio_length": 2}
-    responses = respond(omni.engine, [ask(seed=seed) for seed in range(3)], code=1, **options)
+    requests = [ask(seed=seed) for seed in range(3)]
+    responses = respond(omni.engine, requests, code=1, **options)
     assert [response["output_text"] == "FAILED" for response in responses] == [False, True, False]
     assert "No space left" in responses[1]["error"]
     assert not {"finish_reason", "audio_file"} & set(responses[1])
     assert len(files(work / "audio")) == 4
+    monkeypatch.undo()
+    monkeypatch.chdir(work)
+    (again,) = respond(omni.engine, requests[1:2], **options)
+    assert (responses[1]["text"], len(responses[1]["token_ids"])) == (again["output_text"], 3)
+    np.testing.assert_array_equal(responses[1]["codes"], codes_of(again))
+
+
+def test_an_answer_outlives_its_speech(omni: Any, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_generate_length": 3, "max_audio_length": 2}
+    (whole,) = respond(omni.engine, [ask(seed=1)], **options)
+
+    def fail(self: Code2Wav, codes: NDArray[np.int32]) -> NDArray[np.float32]:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr(Code2Wav, "decode", fail)
+    (failed,) = respond(omni.engine, [ask(seed=1)], code=1, **options)
+    assert (failed["output_text"], failed["error"]) == ("FAILED", "out of memory")
+    assert (failed["text"], len(failed["token_ids"])) == (whole["output_text"], 3)
+    assert not {"finish_reason", "audio_file", "codes"} & set(failed)
 
 
 def test_an_answer_without_a_word_is_a_silent_file(omni_copy: Path, work: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from trt_cpspec.builder.synthetic import OmniSpec, write_checkpoint
 
 from trt_cpspec.config import RoleIds, SamplingParams, Section, TalkerSpec, ThinkerSpec
-from trt_cpspec.errors import ConfigError, CpSpecError, EngineError, NumericsError
+from trt_cpspec.errors import ConfigError, EngineError, NumericsError, SpeechError
 from trt_cpspec.omni import Qwen3Omni, Reply
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import ChatRequest
@@ -600,9 +600,11 @@ def test_speech_that_fails_fails_its_request(omni: Any, monkeypatch: pytest.Monk
     codec = omni.model.voice.codec
     monkeypatch.setattr(codec, "decode", lambda codes: (_ for _ in ()).throw(EngineError("no memory")))
     (result,) = run(omni.model, [chat("Hi", seed=1, max_audio_length=2)])
-    assert isinstance(result, CpSpecError)
-    with pytest.raises(EngineError, match="no memory"):
+    assert isinstance(result, SpeechError)
+    with pytest.raises(EngineError, match="no memory") as raised:
         omni.model.respond("Hi", seed=1, max_audio_length=2)
+    assert (raised.value.text, raised.value.token_ids) == (result.text, result.token_ids)
+    assert omni.model.tokenizer.decode(result.token_ids) == result.text
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

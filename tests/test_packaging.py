@@ -124,3 +124,14 @@ def test_every_public_name_can_be_had() -> None:
     assert set(trt_cpspec.__all__) <= set(dir(trt_cpspec))
     with pytest.raises(AttributeError, match="no attribute 'Qwen4'"):
         _ = trt_cpspec.Qwen4
+
+
+def test_texts_are_spoken_without_jinja2(tmp_path: Path) -> None:
+    """Only the chat template of a Qwen3-Omni needs it."""
+    code = (
+        "import sys\nsys.modules['jinja2'] = None\n"
+        "import trt_cpspec.outputs, trt_cpspec.cli, trt_cpspec.pipeline\n"
+        "trt_cpspec.cli.tts(['--help'], standalone_mode=False)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +18,10 @@ from trt_cpspec.builder.cli import main
 
 from trt_cpspec import frame, sampling
 from trt_cpspec import verify as verify_module
+from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.oracle import Decision, Draws, Sampler, cells
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.sampling import PhiloxNoise, Use
@@ -244,16 +247,28 @@ def test_the_law_check_finds_it_without_knowing_the_random_numbers(
 # ---- rounding -------------------------------------------------------------------------------------------------------
 
 
-def noisy_passes(patch: Patch, size: float) -> None:
+def noisy_passes(patch: Patch, size: float, *, relative: bool = False) -> None:
     """An engine that rounds: each hidden state is off by what its own bits and the shape of the pass decide."""
     real = CodePredictor.forward
 
     def forward(self: CodePredictor, codes: Any, depths: Any, counts: Any) -> Any:
         hidden = real(self, codes, depths, counts)
         error = np.random.default_rng([zlib.crc32(hidden.tobytes()), *codes.shape]).standard_normal(hidden.shape)
-        return hidden + (size * error).astype(np.float32)
+        scale = np.abs(hidden) if relative else 1.0
+        return hidden + (size * scale * error).astype(np.float32)
 
     patch.setattr(CodePredictor, "forward", forward)
+
+
+def peaked_heads(patch: Patch, predictor: CodePredictor, spread: float) -> None:
+    """Heads of the same direction, whose logits have about this standard deviation."""
+    real = CodePredictor._apply_heads
+    measured = verify_module.measure_rounding(predictor, random_contexts(predictor), (2,))["logit_spread"]
+
+    def apply_heads(self: CodePredictor, heads: Any, hidden: Any) -> Any:
+        return real(self, heads, hidden) * np.float32(spread / measured)
+
+    patch.setattr(CodePredictor, "_apply_heads", apply_heads)
 
 
 def test_rounding_is_measured_and_reported_and_no_failure(predictor: CodePredictor, monkeypatch: Patch) -> None:
@@ -272,6 +287,44 @@ def test_passes_that_differ_by_more_than_rounding_are_a_failure(predictor: CodeP
         "rounding: passes of 1 x 2, 1 x 3, 1 x 8, 4 x 1, 4 x 2, 4 x 3, 4 x 8 rows x positions"
     )
     assert report["logit_error"] == verify_module.LOGIT_FLOOR
+
+
+def test_peaked_heads_are_judged_by_their_own_scale(predictor: CodePredictor, monkeypatch: Patch) -> None:
+    """A BF16 keeps 8 bits of a hidden state: more than a logit, where logits are spread over hundreds."""
+    peaked_heads(monkeypatch, predictor, 40.0)
+    noisy_passes(monkeypatch, 2.0**-8, relative=True)
+    report = run(predictor, VerifyOptions(frames=60))
+    assert (report["verdict"], report["errors"]) == ("pass", [])
+    assert report["not_judged"] == []
+    assert report["rounding"]["logit_spread"] == pytest.approx(40, rel=0.1)
+    assert report["logit_error"] == report["rounding"]["largest_error"] > 0.5
+    excused = f"decisions within {2 * report['logit_error']:.2g} logits were excused as rounding"
+    assert format_report(report).splitlines()[-1] == f"PASS: speculation changes nothing on this engine; {excused}"
+
+
+@pytest.mark.parametrize("plant", [bonus_of_the_row_before, every_draft_accepted], ids=lambda plant: plant.__name__)
+def test_an_error_is_found_through_the_rounding_of_peaked_heads(
+    plant: Callable[[Patch], None], predictor: CodePredictor, monkeypatch: Patch
+) -> None:
+    peaked_heads(monkeypatch, predictor, 40.0)
+    noisy_passes(monkeypatch, 2.0**-8, relative=True)
+    plant(monkeypatch)
+    report = run(predictor)
+    assert any(error.startswith("replay: ") for error in report["errors"]), report["errors"]
+
+
+def test_more_than_rounding_is_blamed_on_no_sampler(predictor: CodePredictor, monkeypatch: Patch) -> None:
+    noisy_passes(monkeypatch, 1.0)
+    report = run(predictor, VerifyOptions(frames=30))
+    (error,) = report["errors"]
+    assert error.startswith("rounding: ")
+    assert error.endswith("which is no rounding above 0.2: replay, law, coupled, rows, edges are not judged")
+    assert report["not_judged"] == ["replay", "law", "coupled", "rows", "edges"]
+    assert report["replay"]["wrong"]  # told, and judged by nobody
+    assert not any(test["judged"] for test in report["law"].values())
+    *lines, verdict = format_report(report).splitlines()
+    assert "unjudged" in "".join(lines)
+    assert verdict.startswith("FAIL: this engine's passes differ by more than rounding")
 
 
 def test_a_wide_pass_that_forgets_the_past_is_a_failure(predictor: CodePredictor, monkeypatch: Patch) -> None:
@@ -324,6 +377,23 @@ def test_a_plan_that_computes_something_else_is_a_failure(factor: float, predict
     graph = compare_with_graph(other, predictor, random_contexts(predictor))
     (error,) = verify_module._graph_errors(graph)
     assert "the plan computes something else" in error
+
+
+@pytest.mark.parametrize("spread", [1.0, 400.0])
+def test_a_law_of_any_sharpness_is_placed_without_a_warning(spread: float) -> None:
+    """A draft's share can be 1e308 times the target's and more."""
+    random = np.random.default_rng(0)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(200):
+            target, draft = (spread * random.standard_normal((2, 16))).astype(np.float32)
+            draws = Draws(SamplingParams(temperature=1.0, top_k=0, top_p=1.0), seed, 0)
+            wanted = Decision(kind="draft", depth=2, offset=0, draws=draws, target=target, draft=draft, code=0)
+            accepted, code = Sampler().outcome(wanted)
+            found.append(cells(replace(wanted, accepted=accepted, code=code), random).code)
+    assert None not in found
+    assert np.mean(found) == pytest.approx(0.5, abs=0.08)
 
 
 # ---- what it needs --------------------------------------------------------------------------------------------------

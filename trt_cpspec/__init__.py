@@ -30,12 +30,13 @@ __all__ = [
     "Reply",
     "SamplingParams",
     "Speech",
+    "SpeechError",
     "Window",
 ]
 
 _MODULES = {
     "config": ("SamplingParams", "Window"),
-    "errors": ("ConfigError", "CpSpecError", "EngineError", "NumericsError"),
+    "errors": ("ConfigError", "CpSpecError", "EngineError", "NumericsError", "SpeechError"),
     "frame": ("CpSpecStats", "FrameResult"),
     "omni": ("Qwen3Omni", "Reply"),
     "pipeline": ("Qwen3TTS", "Speech"),

@@ -96,9 +96,9 @@ def verify_size_option(*, auto: bool) -> Callable[[click.Context, click.Paramete
     return check
 
 
-def print_json(document: Any) -> None:
-    """Print JSON on standard output, in UTF-8 as JSON is."""
-    click.echo(outputs.json_bytes(document), nl=False)
+def print_json(document: Any, *, err: bool = False) -> None:
+    """Print JSON on standard output, or on standard error, in UTF-8 as JSON is."""
+    click.echo(outputs.json_bytes(document), nl=False, err=err)
 
 
 def set_up_logging(debug: bool) -> None:
@@ -474,7 +474,8 @@ def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[
         if options["profile_file"] is not None:
             outputs.write_json(options["profile_file"], profile)
     except (CpSpecError, OSError) as error:
-        print_json(document)  # what was spoken must not be lost with the file
+        # What was spoken must not be lost with the file, nor a wav on standard output be followed by text.
+        print_json(document, err=options.get("wav_file") == outputs.STDOUT)
         raise RunError(str(error)) from error
     printed = document if options["output_file"] is None or options["dump_output"] else {}
     if options["dump_profile"]:

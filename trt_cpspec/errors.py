@@ -32,6 +32,21 @@ class NumericsError(CpSpecError):
         self.row = row
 
 
+class SpeechError(EngineError):
+    """An answer is there and its speech is not: what made the speech failed, and is the cause.
+
+    Attributes
+    ----------
+    text : str
+    token_ids : tuple of int
+        As of :class:`~trt_cpspec.omni.Reply`.
+    """
+
+    def __init__(self, message: str, *, text: str, token_ids: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.text, self.token_ids = text, token_ids
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return the tail of an error message: the closest allowed names, or all of them.
 

@@ -22,7 +22,7 @@ from .config import (
     checked_verify_size,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError
+from .errors import ConfigError, CpSpecError, SpeechError
 from .frame import CpSpecStats
 from .inspection import check_component
 from .pipeline import (
@@ -218,7 +218,7 @@ class Qwen3Omni:
         ConfigError
             An option or a conversation that cannot be used; nothing has been computed then.
         NumericsError, EngineError
-            The model failed on a conversation.
+            The model failed on a conversation. A :class:`~trt_cpspec.errors.SpeechError` has the answer's text.
         """
         if isinstance(conversations, str):
             raise ConfigError("give a list of conversations, or one to respond()")
@@ -345,17 +345,16 @@ class Qwen3Omni:
         return speeches
 
     def _result(self, answer: Answer, speech: Speech | CpSpecError | None) -> Reply | CpSpecError:
-        error = answer.error or (speech if isinstance(speech, CpSpecError) else None)
-        if error is not None:
-            return error
+        if answer.error is not None:
+            return answer.error
         assert answer.finish_reason is not None
-        assert not isinstance(speech, CpSpecError)
-        return Reply(
-            text=self.tokenizer.decode(answer.ids),
-            token_ids=tuple(answer.ids),
-            finish_reason=answer.finish_reason,
-            speech=speech,
-        )
+        text, token_ids = self.tokenizer.decode(answer.ids), tuple(answer.ids)
+        if isinstance(speech, CpSpecError):
+            # A new error for each answer: one failure may have ended several.
+            failed = SpeechError(str(speech), text=text, token_ids=token_ids)
+            failed.__cause__ = speech
+            return failed
+        return Reply(text=text, token_ids=token_ids, finish_reason=answer.finish_reason, speech=speech)
 
     def _prompt(
         self, voice: SpeechModel, prompt_ids: Sequence[int], answer_ids: Sequence[int], speaker: str

@@ -393,7 +393,10 @@ def cells(decision: Decision, random: np.random.Generator) -> Cells:
     if decision.draft is None:
         return Cells(_transform(target, -target, decision.code, spread[0]))
     draft = sampler.draft(decision)
-    order = -np.divide(draft, target, out=np.zeros_like(draft), where=target > 0)
+    # A target far below its draft gives infinity, the limit: such codes come first, and ties go by the code. Whatever
+    # the laws alone put in order keeps the numbers uniform.
+    with np.errstate(over="ignore"):
+        order = -np.divide(draft, target, out=np.zeros_like(draft), where=target > 0)
     whole = _transform(target, order, decision.code, spread[0])
     shared = np.minimum(target, draft)
     chance = float(shared.sum())

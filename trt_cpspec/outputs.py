@@ -17,8 +17,7 @@ import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from .chat import system_prompt
-from .errors import ConfigError, CpSpecError
+from .errors import ConfigError, CpSpecError, SpeechError
 from .guards import check_waveform
 from .requests import ChatRequest, Request
 
@@ -170,6 +169,9 @@ def write_reply(
 ) -> dict[str, Any]:
     """Write the files of one answer and return its response object; of a failure, see :func:`write_response`.
 
+    An answer whose speech failed is in the response all the same: ``text`` and ``token_ids``, and ``codes`` (frames of
+    G each) where they were made.
+
     Parameters
     ----------
     folder : Path
@@ -180,13 +182,17 @@ def write_reply(
     prepared : PreparedChat
     result : Reply, or the error that ended the request
     """
+    from .chat import system_prompt  # noqa: PLC0415  it loads jinja2, which only answers need
+
     voice = prepared.voice
     speech = result if isinstance(result, CpSpecError) else result.speech
     sound = {} if speech is None else _outcome(*_files(folder, f"req{place[0]}_batch{place[1]}"), speech)
     if "finish_reason" in sound:
         sound["audio_finish_reason"] = sound.pop("finish_reason")
     text = {}
-    if not isinstance(result, CpSpecError) and "error" not in sound:
+    if "error" in sound:
+        sound |= _left_of(result)
+    elif not isinstance(result, CpSpecError):
         text = {"output_text": result.text, "finish_reason": result.finish_reason}
     spoken = None if isinstance(speech, CpSpecError) else speech
     return {
@@ -202,6 +208,14 @@ def write_reply(
         "sampling": prepared.sampling,
         "warnings": [*prepared.warnings, *(spoken.warnings if spoken is not None else ())],
     }
+
+
+def _left_of(result: Reply | CpSpecError) -> dict[str, Any]:
+    """Return what a failure of the speech, or of its files, leaves of an answer."""
+    if isinstance(result, CpSpecError):
+        return {"text": result.text, "token_ids": list(result.token_ids)} if isinstance(result, SpeechError) else {}
+    codes = {} if result.speech is None else {"codes": result.speech.codes.tolist()}
+    return {"text": result.text, "token_ids": list(result.token_ids), **codes}
 
 
 def _files(folder: Path, name: str) -> tuple[Path, Path]:
