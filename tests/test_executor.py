@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,3 +118,16 @@ def test_what_is_no_engine_folder_is_said(command: click.Command, folders: dict[
         result = CliRunner().invoke(command, [str(folder)])
         assert result.exit_code == 2
         assert f"{folder} is no engine folder" in result.stderr
+
+
+def test_the_response_file_says_what_ran_the_code_predictor(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [str(folders["tts"]), "Hi.", "--seed", "1", "--outputAudioDir", str(tmp_path / "audio")]
+    args += ["--outputFile", str(tmp_path / "out.json"), "--device", "cpu"]
+    assert CliRunner().invoke(tts, args).exit_code == 0
+    assert "cp_device" not in json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(CodePredictor, "device_facts", lambda self: {"engine": "fused kernel"})
+    assert CliRunner().invoke(tts, args).exit_code == 0
+    document = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert document["cp_device"] == {"engine": "fused kernel"}

@@ -416,7 +416,7 @@ def _run(
                 if response["output_text"] == outputs.FAILED:
                     logger.error("requests[%d] failed: %s", index, response["error"])
             update(len(batch), f"{frames} frames")
-    return responses, _profile(model.times.as_profile(), responses) | auto
+    return responses, _profile(model.times.as_profile(), responses) | auto | _device_of(model)
 
 
 def _prepared(model: Qwen3TTS | Qwen3Omni, requests: RequestFile[Any], options: dict[str, Any]) -> list[Any]:
@@ -440,6 +440,13 @@ def _chosen_verify_size(model: Qwen3TTS | Qwen3Omni, batch: int, options: dict[s
     choice = model.fastest_verify_size(options["mode"], batch=batch)
     click.echo(f"--cpSpecVerifySize auto: {choice['reason']}", err=True)
     return choice["verify_size"], {"cp_spec_auto": choice}
+
+
+def _device_of(model: Qwen3TTS | Qwen3Omni) -> dict[str, Any]:
+    """Return under ``cp_device`` what runs the CodePredictor, where that is a GPU."""
+    voice: Any = getattr(model, "voice", model)  # a Qwen3-Omni has one of its own, or none
+    facts = voice.predictor.device_facts() if voice is not None else {}
+    return {"cp_device": facts} if facts else {}
 
 
 def _time_check(limit: float | None) -> Callable[[], None]:
@@ -467,7 +474,7 @@ def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[
     """Write and print what a run gave, and exit with 1 when a request failed."""
     responses, profile = outcome
     document: dict[str, Any] = {"input_file": str(options["input_file"] or ""), "responses": responses}
-    document |= {key: profile[key] for key in ("cp_spec_auto",) if key in profile}
+    document |= {key: profile[key] for key in ("cp_spec_auto", "cp_device") if key in profile}
     try:
         if options["output_file"] is not None:
             outputs.write_json(options["output_file"], document)

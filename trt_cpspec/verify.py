@@ -623,6 +623,8 @@ def _verdict(report: dict[str, Any]) -> str:
     changed = "nothing" if report["verdict"] == "pass" else "the speech"
     excused = 2 * report["logit_error"]
     but = f"; decisions within {excused:.2g} logits were excused as rounding" if excused > 2 * EXCUSE_TOLD else ""
+    if report["verdict"] == "pass" and not any(test["judged"] for test in report["law"].values()):
+        but += "; too few frames for the law by itself, every decision was checked"
     return f"speculation changes {changed} on this engine{but}"
 
 
@@ -637,7 +639,7 @@ def _graph_lines(graph: dict[str, float] | None) -> list[str]:
 
 def _rows_line(rows: dict[str, int]) -> str:
     if not rows["compared"]:
-        return "rows      not compared: the engine takes one row"
+        return "rows      not compared: the engine takes one row, or there is one frame"
     return (
         f"rows      {rows['compared']} compared alone and permuted: {rows['rounding']} differ within the rounding, "
         f"{rows['wrong']} beyond it"
