@@ -110,7 +110,7 @@ def test_a_demo_that_is_interrupted_can_be_run_again(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(demo_module, "write_checkpoint", half)
-        assert CliRunner().invoke(main, ["demo", "--outputDir", str(tmp_path)]).exit_code == 1
+        assert CliRunner().invoke(main, ["demo", "--outputDir", str(tmp_path)]).exit_code == 130
     assert list(tmp_path.iterdir()) == []
 
 

@@ -222,7 +222,7 @@ def test_a_single_row_needs_no_batch_axis(lively: Any) -> None:
             {"codebook_size": 64},
             {"max_verify_size": 2},
             3,
-            "--onlyCodePredictor --maxVerifySize 3; without a plan, build it again",
+            "--onlyCodePredictor --maxVerifySize 3, or where there is none build again",
         ),
         ({"codebook_size": 64, "num_code_groups": 2}, {}, 2, r"1 residual depth\(s\) leave no draft slot"),
     ],

@@ -874,7 +874,7 @@ def test_a_narrow_plan_switches_speculation_off_and_says_how_to_widen_it(
         assert window.reason is not None
         assert f"takes at most {width} position(s) a pass and 3 were asked" in window.reason
         assert "cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize 3" in window.reason
-        assert window.reason.endswith("without a plan, build it again from its checkpoint with --maxVerifySize 3")
+        assert window.reason.endswith("or where there is none build again from the checkpoint with --maxVerifySize 3")
     assert caplog.messages == [f"CodePredictor speculation is off: {window.reason}; decoding autoregressively"]
     hidden = np.random.default_rng(0).standard_normal((1, predictor.spec.talker_hidden_size))
     frames = [predictor.decode_frame(hidden, [5], seeds=[1], verify_size=n) for n in (0, 3)]

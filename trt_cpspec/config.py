@@ -543,8 +543,8 @@ def resolve_window(requested: int, *, codebook_size: int, residual_depths: int, 
     elif max_verify_size < requested:
         reason = (
             f"the CodePredictor engine takes at most {max_verify_size} position(s) a pass and {requested} were asked; "
-            f"widen its plan with cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize {requested}; "
-            f"without a plan, build it again from its checkpoint with --maxVerifySize {requested}"
+            f"widen its plan with cpspec-build --engineDir ENG --onlyCodePredictor --maxVerifySize {requested}, or "
+            f"where there is none build again from the checkpoint with --maxVerifySize {requested}"
         )
     elif residual_depths < MIN_SPECULATIVE_DEPTHS:
         reason = f"{residual_depths} residual depth(s) leave no draft slot"
