@@ -6,9 +6,10 @@
 //
 // Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product), one
 //          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
-//          position i of a row; W <= 8, B <= MAX_BATCH.
-//          keys and values [LAYERS, MAX_BATCH, G, KV_HEADS * HEAD_DIM] f32, not yet normed and rotated.
-// Launch   cooperative, grid (CTAS), block THREADS + 32, SHARED_BYTES of dynamic shared memory. counter[0] must be 0.
+//          position i of a row; W <= 8, B <= MAX_BATCH. Positions of a row follow one another; a negative one: there is
+//          none, nor any behind it.
+//          keys and values [LAYERS, MAX_BATCH, MAX_COPIES, KV_HEADS, G, HEAD_DIM] f32, as attention wants them.
+// Launch   cooperative, grid (CTAS), block THREADS + 32, SHARED_BYTES of dynamic shared memory. counter[2] must be 0.
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
 //
 // Every product is a [16 x 16] x [16 x 8] tensor-core product whose 16 rows are 8 positions twice: the high and the low
@@ -18,24 +19,37 @@
 // a lane of a product loads: of each two values the high parts, then the low ones. RMSNorm is folded in: the gain
 // multiplies what is stored, each block adds the squares of its rows, and the inverse root multiplies the product.
 //
-// Weights do not depend on activations: one warp more than THREADS streams them through a ring in shared memory, across
-// the grid barriers, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what
-// queues in the memory system stands before the activations and the barriers, which everyone waits for.
+// Blocks do not meet at barriers between the products: what one tells another brings its own tag, and who needs it loads
+// it until the tag is the one that is due (see Exchange).
+//
+// Weights do not depend on activations: one warp more than THREADS streams them through a ring in shared memory, while
+// others wait, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what queues in
+// the memory system stands before the activations, which everyone waits for.
 
-// FP16 operands: activations up to 4e6 fit, and the low part stays above the denormal numbers.
+// A bit of a low half is free for a tag (see Exchange). FP16 operands: activations up to 4e6 fit, the low part stays above
+// the denormal numbers, and its lowest bit is beyond what an FP32 value holds. BF16 operands: the scale keeps the upper
+// bit of every exponent at 0; it is cleared before use.
+constexpr float SCALE_OF_BF16 = 8.673617379884035e-19f;  // 2^-60
 __device__ __forceinline__ constexpr float operand_scale(F16) { return 1.0f / 64; }
 __device__ __forceinline__ constexpr float low_scale(F16) { return 2048; }
-__device__ __forceinline__ constexpr float operand_scale(BF16) { return 1; }
+__device__ __forceinline__ constexpr u32 free_bit(F16) { return 1; }
+__device__ __forceinline__ constexpr bool harmless(F16) { return true; }
+__device__ __forceinline__ constexpr float operand_scale(BF16) { return SCALE_OF_BF16; }
 __device__ __forceinline__ constexpr float low_scale(BF16) { return 1; }
+__device__ __forceinline__ constexpr u32 free_bit(BF16) { return 0x4000; }
+__device__ __forceinline__ constexpr bool harmless(BF16) { return false; }
 
-// The two halves of a value among the words of its row.
-__device__ __forceinline__ void store_split(u32* row, int index, float value) {
-  WEIGHT* at = reinterpret_cast<WEIGHT*>(row) + index / 2 * 4 + (index & 1);
-  WEIGHT high, low;
-  value *= operand_scale(WEIGHT());
-  store(&high, value);
-  store(&low, (value - to_float(high)) * low_scale(WEIGHT()));
-  at[0] = high, at[2] = low;
+// Four values as the words of a row: of each two the high halves, then the low ones.
+__device__ __forceinline__ void split_two(float first, float second, u32& high, u32& low) {
+  first *= operand_scale(WEIGHT()), second *= operand_scale(WEIGHT());
+  high = two_halves(WEIGHT(), first, second);
+  const float scale = low_scale(WEIGHT());
+  low = two_halves(WEIGHT(), (first - low_half(WEIGHT(), high)) * scale, (second - high_half(WEIGHT(), high)) * scale);
+}
+__device__ __forceinline__ uint4 split_four(float4 four) {
+  uint4 words;
+  split_two(four.x, four.y, words.x, words.y), split_two(four.z, four.w, words.z, words.w);
+  return words;
 }
 
 // --------------------------------------------------------------------------------------------------------------- sizes
@@ -49,6 +63,7 @@ constexpr int MAX_COLUMNS = MAX_BATCH * MAX_WIDTH;
 static_assert(H % 32 == 0 && HT % 32 == 0 && INTER % 32 == 0 && Q_WIDTH % 32 == 0, "widths are multiples of 32");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 128 && HEADS % KV_HEADS == 0 && G <= 33, "heads and depths");
 static_assert(WARPS_A_BLOCK % 4 == 0 && THREADS <= 512, "THREADS");
+static_assert(2 * LAYERS < 16, "tags of words count to 16");
 static_assert(CTAS >= MAX_BATCH && MAX_BATCH <= TILE, "a block a row");
 
 // Addresses, in the order of MODEL_FIELDS in trt_cpspec/fused.py.
@@ -57,10 +72,9 @@ struct Model {
   const float *bias, *input_norm, *post_norm, *final_norm;  // [H], [LAYERS, H], [LAYERS, H], [H]
   const float *head_norm, *rotary;                          // [LAYERS, 2, HEAD_DIM]: queries, keys; [G, HEAD_DIM / 2, 2]
   const WEIGHT *talker_table, *tables;                      // [*, HT], [G - 1, V, HT]
-  u32 *embeds, *input_words, *hidden_words, *mixed, *activated;  // split activations
-  float *inputs, *input_squares, *hidden, *hidden_squares;     // [B * W, H], and sums of 8 squares each [B * W, H / 8]
-  float *queries, *keys, *values;
-  float *logits, *laws, *draft_logits, *draft_laws;         // [B, W, V], [B, W, V], [B, W - 1, V] twice
+  uint4* exchange;                                          // see Exchange
+  float *hidden, *keys, *values;                            // hidden [B * W, H]: a thread's own rows
+  float *laws, *draft_laws;                                 // [B, W, V], [B, W - 1, V]
   int *picks, *drafts, *last, *states;
   u32* counter;
   const Request* requests;
@@ -99,20 +113,17 @@ using Head = Product<H, V>;
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS : 0, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
-constexpr int PADDING = 8;
+constexpr int PADDING = 4;
 constexpr int BODY_PARTS = (HAS_PROJECTION ? 1 : 0) + LAYERS * 4;
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
+constexpr int FEW_COLUMNS = 2;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
 static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
 // What the warps of a block add up, and the statistics of RMSNorm.
 struct Sums {
-  float part[WARPS_A_BLOCK][TILE][MOST_ROWS + PADDING];
+  alignas(16) float part[WARPS_A_BLOCK][TILE][MOST_ROWS + PADDING];
   float inverse[TILE];  // root of the mean square of each position
-};
-
-struct Scores {
-  float of_team[WARPS_A_BLOCK / 4][64];
 };
 
 // A block's part of a matrix: where it lies, in units of 16 bytes, and how much it is.
@@ -120,26 +131,106 @@ struct Part {
   u32 offset, bytes;
 };
 
+// ------------------------------------------------------------------------------------------------------------ exchange
+
+// What the blocks of a grid tell each other lies here, in pieces of 16 or 8 bytes that are seen whole or not at all, each
+// with a tag. A reader loads a piece until its tag is the one of the use that is due. Words are four split values, with a
+// tag of four bits. A pair is two times a float and a tag of 32 bits, the number of the use.
+//
+// A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
+// stored something that the writer has waited for. So a reader finds an earlier use, or its own. How much earlier: a block
+// that has no rows of some matrices runs ahead of them, by less than a pass, in which words have at most 2 * LAYERS uses.
+// Uses are counted from 1, and the kernel begins by clearing.
+struct Exchange {
+  uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
+  uint4 *inputs, *input_squares, *hidden_squares, *attended, *logits;       // [columns, H | H / 8 | H / 8 | QKV | V], / 2
+  uint2* board;                                                             // [MAX_BATCH]: last and state of a row
+  u32 pieces;
+};
+constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
+
+__device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns) {
+  uint4* const start = at;
+  const auto take = [&](int width) { uint4* const here = at; at += columns * width; return here; };
+  e.embeds = take(HAS_PROJECTION ? HT / 4 : 0), e.input_words = take(H / 4), e.hidden_words = take(H / 4);
+  e.mixed = take(Q_WIDTH / 4), e.activated = take(INTER / 4);
+  e.inputs = take(H / 2), e.input_squares = take(H / 16), e.hidden_squares = take(H / 16);
+  e.attended = take(QKV_WIDTH / 2), e.logits = take(V / 2);
+  e.board = reinterpret_cast<uint2*>(at), at += MAX_BATCH / 2 + 1;
+  e.pieces = u32(at - start);
+}
+
+// The tag of words: the number of their use modulo 16, in the free bits of the second and the fourth word.
+struct WordTag {
+  static constexpr u32 FREE = free_bit(WEIGHT()), BITS = FREE | FREE << 16;
+  u32 second, fourth;
+  __device__ __forceinline__ explicit WordTag(u32 use) : second((use & 1) * FREE | (use >> 1 & 1) * (FREE << 16)), fourth((use >> 2 & 1) * FREE | (use >> 3 & 1) * (FREE << 16)) {}
+  __device__ __forceinline__ u32 difference(const uint4& words) const { return (words.y ^ second) | (words.w ^ fourth); }
+  __device__ __forceinline__ u32 stale(const uint4& words) const { return difference(words) & BITS; }
+  __device__ __forceinline__ uint4 blank() const { return make_uint4(0, second, 0, fourth); }
+  __device__ __forceinline__ static void remove(uint4& words) {
+    if (!harmless(WEIGHT())) words.y &= ~BITS, words.w &= ~BITS;
+  }
+  __device__ __forceinline__ void store(uint4* to, uint4 words) const {
+    words.y = (words.y & ~BITS) | second, words.w = (words.w & ~BITS) | fourth;
+    store_whole(to, words);
+  }
+};
+
+__device__ __forceinline__ u32 stale(const uint4& pair, u32 use) { return (pair.y ^ use) | (pair.w ^ use); }
+__device__ __forceinline__ void store_pair(uint4* to, float first, float second, u32 use) {
+  store_whole(to, make_uint4(__float_as_uint(first), use, __float_as_uint(second), use));
+}
+__device__ __forceinline__ void store_single(uint4* pairs, int index, float value, u32 use) {
+  store_whole(reinterpret_cast<uint2*>(pairs) + index, make_uint2(__float_as_uint(value), use));
+}
+__device__ __forceinline__ float2 wait_for_pair(const uint4* from, u32 use) {
+  u32 polls = 0;
+  for (;;) {
+    const uint4 pair = load_whole(from);
+    if (!stale(pair, use)) return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.z));
+    poll_again(polls);
+  }
+}
+
+// The numbers of the uses, the same in all blocks: passes, layers of all passes and sets of heads, counted from 1.
+struct Uses {
+  u32 pass = 0, layer = 0, heads = 0;
+  // Of the hidden state: after attention, and after the layer.
+  __device__ __forceinline__ u32 inner() const { return 2 * layer - 1; }
+  __device__ __forceinline__ u32 outer() const { return 2 * layer; }
+};
+
+// What a block keeps while it attends: its queries, keys and values of the columns; scores.
+struct Attention {
+  static constexpr int RATIO = HEADS / KV_HEADS;
+  alignas(16) float query[MAX_WIDTH * RATIO][HEAD_DIM];
+  float key[MAX_WIDTH][HEAD_DIM], value[MAX_WIDTH][HEAD_DIM];
+  float scores[2][WARPS_A_BLOCK / 4][64];
+};
+
 struct Block {
   Model model;
+  Exchange exchange;
   Part body[BODY_PARTS], head;
   int body_parts;
-  // What will be used, in its order; how much was said, and which chunk of the stream is the first not used up.
-  u32 queue[8], pushed, consumed;
-  int position[MAX_COLUMNS], row_of[MAX_COLUMNS];  // of each column; a negative position: there is none
+  // What will be used, in its order; how much was said and taken, and which chunk of the stream is the first not used up.
+  u32 queue[8], pushed, taken, consumed;
+  int position[MAX_COLUMNS];  // of each column; negative: there is none
+  u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
   // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
   int head_of[MAX_COLUMNS], source_of[MAX_COLUMNS];
-  int first_head[MAX_BATCH], state[MAX_BATCH];
+  int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the place it came from
   Request request[MAX_BATCH];
   int pick;
   int finished;
-  u32 target;  // of the grid barrier
+  u32 target, picked;  // of the two barriers
   u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
+  Sums sums[2];  // in turn: a warp may be one product ahead
   union Scratch {
     __device__ Scratch() {}
-    Sums sums;
-    Scores scores;
+    Attention attention;
     select_sample_part::Shared select;
     accept_part::Shared accept;
   } scratch;
@@ -188,10 +279,12 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     if (BULK_COPIES && lane_id() != 0) return;
-    for (u32 taken = 0;; taken++) {
+    for (u32 taken = 0;;) {
       while (load_changing(&block.pushed) == taken) {
       }
       const u32 what = load_changing(&block.queue[taken % 8]);
+      if (!BULK_COPIES) __syncwarp();
+      *static_cast<volatile u32*>(&block.taken) = ++taken;
       if (what == STOP) return;
       if (what == BODY) {
         for (int i = 0; i < block.body_parts; i++) copy(block.body[i], 0);
@@ -202,43 +295,57 @@ struct Producer {
   }
 };
 
+// A lane's place in the weights of its warp, which may go on at the beginning of the ring.
+struct Share {
+  const char* at;
+  u32 left;  // bytes before the end of the ring
+  __device__ __forceinline__ uint4 load(u32 offset) const {
+    return *reinterpret_cast<const uint4*>((offset < left ? at : at - RING_BYTES) + offset);
+  }
+};
+
 // What the other warps know of the stream: the chunk at which the next part begins.
 struct Stream {
   Block& block;
   const char* ring;
-  u32 chunk = 0;
+  const u32 warp;  // in a register that all lanes are known to share
+  u32 chunk = 0, slot = 0, parity = 0;
+  int turn = 0;  // of the sums
+  Uses uses = {};
 
   // Says what will be used behind all that was said before.
   __device__ __forceinline__ void push(u32 what) {
     if (threadIdx.x != 0) return;
+    while (block.pushed - load_changing(&block.taken) == 8) {
+    }
     block.queue[block.pushed % 8] = what;
     __threadfence_block();
     *static_cast<volatile u32*>(&block.pushed) = block.pushed + 1;
   }
 
-  // Waits for the warp's share of the part of a matrix, and returns where it begins in the ring.
+  // Waits for the warp's share of the part of a matrix; the lane's place in it.
   template <class P>
-  __device__ __forceinline__ u32 wait() const {
-    const u32 begin = warp_id() * P::WARP_BYTES, end = begin + P::WARP_BYTES;
-    if (lane_id() == 0) {
-      for (u32 i = begin / CHUNK_BYTES; i <= (end - 1) / CHUNK_BYTES; i++)
-        while (!has_arrived(block, chunk + i)) {
+  __device__ __forceinline__ Share wait() const {
+    const u32 begin = warp * P::WARP_BYTES;
+    u32 place = slot + begin / CHUNK_BYTES, turned = parity;
+    constexpr int MOST = (P::WARP_BYTES - 1) / CHUNK_BYTES + (P::WARP_BYTES % CHUNK_BYTES ? 2 : 1);
+    if (place >= CHUNKS) place -= CHUNKS, turned ^= 1;
+    const u32 start = place * CHUNK_BYTES + begin % CHUNK_BYTES;
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+      if (i * CHUNK_BYTES < begin % CHUNK_BYTES + P::WARP_BYTES)
+        while (!arrived_by(&block.arrival[place], turned)) {
         }
+      if (++place == CHUNKS) place = 0, turned ^= 1;
     }
-    __syncwarp();
-    return (chunk % CHUNKS * CHUNK_BYTES + begin) % RING_BYTES;
-  }
-
-  // This lane's 16 bytes, so far behind the beginning.
-  __device__ __forceinline__ uint4 load(u32 begin, u32 offset) const {
-    const u32 at = begin + offset;
-    return *reinterpret_cast<const uint4*>(ring + (at < RING_BYTES ? at : at - RING_BYTES) + lane_id() * 16);
+    return {ring + start + lane_id() * 16, RING_BYTES - start};
   }
 
   // All threads, behind a barrier: the part has been used.
   template <class P>
   __device__ __forceinline__ void release() {
-    chunk += P::PART_CHUNKS;
+    chunk += P::PART_CHUNKS, slot += P::PART_CHUNKS;
+    if (slot >= CHUNKS) slot -= CHUNKS, parity ^= 1;
     if (threadIdx.x == 0) *static_cast<volatile u32*>(&block.consumed) = chunk;
   }
 };
@@ -265,115 +372,138 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
   block.head = part_of<Head>(HEADS_AT);
 }
 
-// A barrier of all threads of the grid but those that stream, in two halves: what stands between them is done while others
-// are waited for. Plain loads behind the second half see what was stored before the first, by any block.
-__device__ __forceinline__ void grid_arrive(Block& block) {
+// A barrier of all threads of the grid but those that stream: plain loads behind it see what was stored before it, by any
+// block.
+__device__ __forceinline__ void grid_barrier(Block& block) {
   __syncthreads();
   if (threadIdx.x == 0) {
     block.target += CTAS;
     arrive(block.model.counter);
-  }
-}
-__device__ __forceinline__ void grid_wait(Block& block) {
-  if (threadIdx.x == 0) {
     u32 polls = 0;
     while (arrived(block.model.counter) < block.target) polled(polls);
   }
   __syncthreads();
 }
-__device__ __forceinline__ void grid_barrier(Block& block) {
-  grid_arrive(block);
-  grid_wait(block);
-}
 
 // ------------------------------------------------------------------------------------------------- one matrix product
 
-// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares. In two steps: to load,
-// and to add up.
+// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares.
 struct MeanSquare {
-  float sum = 0;
-  __device__ __forceinline__ void load(const float* squares) {
+  static constexpr int PIECES = H / 16, EACH = (PIECES + 31) / 32;
+  uint4 pair[EACH];
+
+  // Returns 0 where all squares of a use were there.
+  __device__ __forceinline__ u32 load(const uint4* squares, u32 use) {
+    u32 missing = 0;
 #pragma unroll
-    for (int i = 0; i < (H / 8 + 31) / 32; i++)
-      if (i * 32 + lane_id() < H / 8) sum += load_fresh(squares + i * 32 + lane_id());
+    for (int i = 0; i < EACH; i++) {
+      const int piece = i * 32 + lane_id();
+      pair[i] = piece < PIECES ? load_whole(squares + piece) : make_uint4(0, use, 0, use);
+      missing |= stale(pair[i], use);
+    }
+    return missing;
   }
-  __device__ __forceinline__ float inverse_root() const { return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS); }
+  __device__ __forceinline__ void wait_for(const uint4* squares, u32 use) {
+    u32 polls = 0;
+    while (__any_sync(ALL_LANES, load(squares, use))) poll_again(polls);
+  }
+  __device__ __forceinline__ float inverse_root() const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) sum += __uint_as_float(pair[i].x) + __uint_as_float(pair[i].z);
+    return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS);
+  }
 };
 
-// Eight lanes, a value each: the sum of their squares.
-__device__ __forceinline__ float sum_of_eight(float value) {
-  float sum = value * value;
-  sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-  sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-  return sum + __shfl_xor_sync(ALL_LANES, sum, 4);
+__device__ __forceinline__ float sum_of_squares(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
+__device__ __forceinline__ float4 scaled(float4 v, float by) { return make_float4(v.x * by, v.y * by, v.z * by, v.w * by); }
+__device__ __forceinline__ float4 product(float4 a, float4 b) { return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w); }
+__device__ __forceinline__ float4 sum(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+__device__ __forceinline__ float4 four_at(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ __forceinline__ float4 constant_four(const float* from) { return __ldg(reinterpret_cast<const float4*>(from)); }
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + expf(-gate)) * up; }
+
+// Two neighbouring lanes, four values each: stores a row's words and its sum of eight squares. `out` is the first of the
+// four.
+__device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* squares, u32 use, int out, float4 value, float4 gain, bool valid) {
+  float eight = sum_of_squares(value);
+  eight += __shfl_xor_sync(ALL_LANES, eight, 1);
+  if (!valid) return;
+  tag.store(words + out / 4, split_four(product(value, gain)));
+  if (out % 8 == 0) store_single(squares, out / 8, eight, use);
 }
 
-// All threads of the grid: a barrier, if `waits`, then each block's rows of a matrix times `tiles` tiles of columns. What
-// does not depend on other blocks is done within the barrier: addresses, residuals and, as far as there are registers,
-// the weights.
-// Task:  const u32* row(int column): where its IN split values will be, or null; of a NORMED task const float* squares(int
-//        column); Place place(int column, int out): where a result goes, and what of it this block knows before; void
-//        store(const Place&, float sum) for 8 neighbouring lanes at a time, `valid` or not; int used(int tile): how many
-//        of the tile's columns, from the first, may have a row. The result of a paired matrix is silu(first) times second.
+// All threads of the grid: each block's rows of a matrix times `tiles` tiles of columns. Before the columns are waited for,
+// what does not depend on other blocks is done: addresses, residuals and, as far as there are registers, the weights.
+// Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; const uint4* row(int column): where its
+//        IN split values will be; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
+//        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
+//        store(const Place&, float4 sums, bool valid), all lanes. The result of a paired matrix is silu(first) times
+//        second.
 template <class P, class Task>
-__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task, bool waits = true) {
-  if (waits) grid_arrive(block);
-  if (!P::mine()) {
-    if (waits) grid_wait(block);
-    return;
-  }
-  Sums& sums = block.scratch.sums;
-  const int quarter = lane_id() & 3, spot = lane_id() >> 2;
-  const int first = warp_id() * P::UNITS * 32 + quarter * 8;
-  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS;
+__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
+  if (!P::mine()) return;
+  const int quarter = lane_id() & 3, spot = lane_id() >> 2, warp = stream.warp;
+  constexpr int SLICE = P::UNITS * 32, OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4;
   constexpr int SPARE = REGISTERS_FOR_OPERANDS / 4 - P::UNITS * 2;
   constexpr int EARLY = SPARE < 0 ? 0 : SPARE / P::GROUPS < P::UNITS ? SPARE / P::GROUPS : P::UNITS;
+  constexpr bool EVEN = P::IN % (WARPS_A_BLOCK * 32) == 0;
+  const int units = EVEN ? P::UNITS : min(max((P::IN - warp * SLICE) / 32, 0), P::UNITS);  // of this warp
+  const WordTag tag = task.tag();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
-    const bool last_tile = tile == tiles - 1;
-    const int used = task.used(tile);
-    const u32* row = spot < used ? task.row(tile * TILE + spot) : nullptr;
-    const int my_column = tile * TILE + int(threadIdx.x) / OUTS, my_out = blockIdx.x * OUTS + int(threadIdx.x) % OUTS;
-    const bool mine = int(threadIdx.x) < used * OUTS && my_out < LAST && task.row(my_column);
+    const u32 wanted = task.wanted(tile);  // the same for a whole block
+    const int place = int(threadIdx.x) / FOURS, local = int(threadIdx.x) % FOURS * 4, out = blockIdx.x * OUTS + local;
+    const bool mine = place < TILE && (wanted >> place & 1) && out < LAST;
+    Sums& sums = block.sums[stream.turn];
     typename Task::Place early = {};
-    if (mine) early = task.place(my_column, my_out);
-    const u32 weights = stream.wait<P>();
-    uint4 held[EARLY ? EARLY * P::GROUPS : 1];
+    if (mine) early = task.place(tile * TILE + place, out);
+    if (wanted) {
+      // Lanes of a column that there is not take another one's values: their sums go nowhere.
+      const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
+      const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
+      // A warp a column, as far as there are warps; of the others below.
+      const bool squaring = Task::NORMED && (wanted >> warp & 1) && warp < TILE;
+      const uint4* squares = nullptr;
+      if constexpr (Task::NORMED) squares = squaring ? task.squares(tile * TILE + warp) : nullptr;
+      const Share weights = stream.wait<P>();
+      uint4 held[EARLY ? EARLY * P::GROUPS : 1];
 #pragma unroll
-    for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = stream.load(weights, i * 512);
+      for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = weights.load(i * 512);
 
-    if (waits && tile == 0) grid_wait(block);
-
-    uint4 words[P::UNITS * 2];
+      uint4 words[P::UNITS * 2];
+      MeanSquare square;
+      u32 polls = 0;
+      // Of many columns one word is waited for first: all of them, again and again, would fill the memory system.
+      if (__popc(wanted) > FEW_COLUMNS && units > 0)
+        while (__any_sync(ALL_LANES, tag.stale(load_whole(row)))) poll_again(polls);
+      for (;;) {
+        u32 missing = 0, late = 0;
 #pragma unroll
-    for (int u = 0; u < P::UNITS; u++) {
-      const bool inside = P::IN % (WARPS_A_BLOCK * 32) == 0 || first + u * 32 < P::IN;
+        for (int i = 0; i < P::UNITS * 2; i++) words[i] = EVEN || i / 2 < units ? load_whole(row + i / 2 * 8 + i % 2) : tag.blank();
+        if constexpr (Task::NORMED)
+          if (squaring) late = square.load(squares, task.use());
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        words[u * 2 + i] = row && inside ? load_fresh(reinterpret_cast<const uint4*>(row + first + u * 32) + i) : make_uint4(0, 0, 0, 0);
-    }
-    // A warp a position, as far as there are warps; of the others below.
-    MeanSquare square;
-    const bool squaring = Task::NORMED && warp_id() < used && task.row(tile * TILE + warp_id());
-    if constexpr (Task::NORMED)
-      if (squaring) square.load(task.squares(tile * TILE + warp_id()));
-
-    // Sums that do not wait for each other.
-    constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
-    float acc[P::GROUPS][CHAINS][4] = {};
-#pragma unroll
-    for (int u = 0; u < P::UNITS; u++) {
-      const uint4 a = words[u * 2], b = words[u * 2 + 1];
-#pragma unroll
-      for (int g = 0; g < P::GROUPS; g++) {
-        const uint4 w = u < EARLY ? held[u * P::GROUPS + g] : stream.load(weights, (u * P::GROUPS + g) * 512);
-        tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
-        tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
+        for (int i = 0; i < P::UNITS * 2; i++) missing |= tag.difference(words[i]);
+        if (!__any_sync(ALL_LANES, (missing & WordTag::BITS) | late)) break;
+        poll_again(polls);
       }
-    }
-    if (used == 0 && !last_tile) continue;  // the same for a whole block
+#pragma unroll
+      for (int i = 0; i < P::UNITS * 2; i++) WordTag::remove(words[i]);
 
-    if (row) {
+      // Sums that do not wait for each other.
+      constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
+      float acc[P::GROUPS][CHAINS][4] = {};
+#pragma unroll
+      for (int u = 0; u < P::UNITS; u++) {
+        const uint4 a = words[u * 2], b = words[u * 2 + 1];
+#pragma unroll
+        for (int g = 0; g < P::GROUPS; g++) {
+          const uint4 w = u < EARLY ? held[u * P::GROUPS + g] : weights.load((u * P::GROUPS + g) * 512);
+          tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
+          tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
+        }
+      }
       const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
 #pragma unroll
       for (int g = 0; g < P::GROUPS; g++) {
@@ -381,49 +511,50 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
 #pragma unroll
         for (int c = 0; c < CHAINS; c++)
           both.x += acc[g][c][0] * scale + acc[g][c][2] * low, both.y += acc[g][c][1] * scale + acc[g][c][3] * low;
-        *reinterpret_cast<float2*>(&sums.part[warp_id()][spot][g * 8 + quarter * 2]) = both;
+        *reinterpret_cast<float2*>(&sums.part[warp][spot][g * 8 + quarter * 2]) = both;
+      }
+      if constexpr (Task::NORMED) {
+        if (squaring) sums.inverse[warp] = square.inverse_root();
+        for (int i = warp + WARPS_A_BLOCK; i < TILE; i += WARPS_A_BLOCK) {
+          if (!(wanted >> i & 1)) continue;
+          MeanSquare other;
+          other.wait_for(task.squares(tile * TILE + i), task.use());
+          sums.inverse[i] = other.inverse_root();
+        }
       }
     }
-    if constexpr (Task::NORMED) {
-      if (squaring) {
-        const float inverse = square.inverse_root();
-        if (lane_id() == 0) sums.inverse[warp_id()] = inverse;
-      }
-      for (int i = warp_id() + WARPS_A_BLOCK; i < used; i += WARPS_A_BLOCK) {
-        if (!task.row(tile * TILE + i)) continue;
-        MeanSquare other;
-        other.load(task.squares(tile * TILE + i));
-        const float inverse = other.inverse_root();
-        if (lane_id() == 0) sums.inverse[i] = inverse;
-      }
-    }
+    if (!wanted && tile < tiles - 1) continue;
     __syncthreads();
-    if (last_tile) stream.release<P>();
+    stream.turn ^= 1;
+    if (tile == tiles - 1) stream.release<P>();
 #pragma unroll 1
-    for (int begin = warp_id() * 32; begin < used * OUTS; begin += THREADS) {
-      const int index = begin + lane_id(), place = index / OUTS, column = tile * TILE + place;
-      const int local = index % OUTS, out = blockIdx.x * OUTS + local;
+    for (int first = 0; first < TILE * FOURS; first += THREADS) {  // once, but for wide parts on few threads
+      const int index = first + int(threadIdx.x), column = index / FOURS, at = index % FOURS * 4;
       bool valid = mine;
-      if (begin >= THREADS) {
-        valid = index < used * OUTS && out < LAST && task.row(column);
-        if (valid) early = task.place(column, out);
+      if (first > 0) {
+        const int behind = blockIdx.x * OUTS + at;
+        valid = column < TILE && (wanted >> column & 1) && behind < LAST;
+        if (valid) early = task.place(tile * TILE + column, behind);
       }
-      float total = 0;
+      if (!__any_sync(ALL_LANES, valid)) continue;
+      float4 total = make_float4(0, 0, 0, 0);
       if (valid) {
-        const int line = P::PAIRED ? local / 8 * 16 + local % 8 : local;
-        float sum[2] = {}, other[2] = {};
+        const float* from = &sums.part[0][column][P::PAIRED ? at / 8 * 16 + at % 8 : at];
+        constexpr int STEP = sizeof(sums.part[0]) / sizeof(float);
+        float4 up = total;
 #pragma unroll
         for (int w = 0; w < WARPS_A_BLOCK; w++) {
-          sum[w % 2] += sums.part[w][place][line];
-          if (P::PAIRED) other[w % 2] += sums.part[w][place][line + 8];
+          total = sum(total, four_at(from + w * STEP));
+          if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
         }
-        const float inverse = Task::NORMED ? sums.inverse[place] : 1;
-        total = (sum[0] + sum[1]) * inverse;
-        if (P::PAIRED) total = __fdividef(total, 1 + expf(-total)) * ((other[0] + other[1]) * inverse);
+        if (Task::NORMED) total = scaled(total, sums.inverse[column]);
+        if (P::PAIRED) {
+          up = scaled(up, sums.inverse[column]);
+          total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
+        }
       }
       task.store(early, total, valid);
     }
-    if (!last_tile) __syncthreads();
   }
 }
 
@@ -431,200 +562,272 @@ template <bool NORMED_>
 struct Columns {
   static constexpr bool NORMED = NORMED_;
   const Block& block;
-  int columns;
-  __device__ __forceinline__ bool active(int column) const { return block.position[column] >= 0; }
-  __device__ __forceinline__ int used(int tile) const { return min(columns - tile * TILE, TILE); }
+  const Uses& uses;
+  __device__ __forceinline__ u32 wanted(int tile) const { return block.wanted[tile]; }
 };
 
 // What makes the residual stream: the sum is added to what is there, and stored for the norm that follows.
 struct StateTask : Columns<false> {
   const float* gain;
+  u32 made;  // the use that it makes
   struct Place {
     float* state;
-    u32* words;
-    float* squares;  // of its eight values
+    uint4 *words, *squares;
     int out;
-    float before, gain;
+    float4 before, gain;
   };
-  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
-    const float value = place.before + sum, squares = sum_of_eight(value);
-    if (!valid) return;
-    *place.state = value;
-    store_split(place.words, place.out, value * place.gain);
-    if (place.out % 8 == 0) *place.squares = squares;
+  __device__ __forceinline__ void store(const Place& place, float4 added, bool valid) const {
+    const float4 value = sum(place.before, added);
+    if (valid) *reinterpret_cast<float4*>(place.state) = value;
+    store_state(place.words, WordTag(made), place.squares, made, place.out, value, place.gain, valid);
   }
 };
 
 struct ProjectTask : StateTask {
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.embeds + column * HT : nullptr; }
+  __device__ __forceinline__ WordTag tag() const { return WordTag(uses.pass); }
+  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.embeds + column * (HT / 4); }
   __device__ __forceinline__ Place place(int column, int out) const {
-    const Model& m = block.model;
-    return {m.inputs + column * H + out, m.input_words + column * H, m.input_squares + column * (H / 8) + out / 8, out, __ldg(m.bias + out), __ldg(gain + out)};
+    const Exchange& e = block.exchange;
+    return {block.model.hidden + column * H + out, e.input_words + column * (H / 4), e.input_squares + column * (H / 16), out, constant_four(block.model.bias + out), constant_four(gain + out)};
   }
 };
 
 struct HiddenTask : StateTask {
-  __device__ __forceinline__ Place place_behind(const float* before, int column, int out) const {
-    const Model& m = block.model;
-    return {m.hidden + column * H + out, m.hidden_words + column * H, m.hidden_squares + column * (H / 8) + out / 8, out, load_fresh(before + column * H + out), __ldg(gain + out)};
+  // The residual of a row that entered the decoder comes from another block; a later one is this thread's own.
+  __device__ __forceinline__ Place place_behind(int column, int out, bool entered) const {
+    const Exchange& e = block.exchange;
+    float* const state = block.model.hidden + column * H + out;
+    float4 before;
+    if (entered) {
+      const uint4* from = e.inputs + column * (H / 2) + out / 2;
+      const float2 first = wait_for_pair(from, uses.pass), second = wait_for_pair(from + 1, uses.pass);
+      before = make_float4(first.x, first.y, second.x, second.y);
+    } else {
+      before = four_at(state);
+    }
+    return {state, e.hidden_words + column * (H / 4), e.hidden_squares + column * (H / 16), out, before, constant_four(gain + out)};
   }
 };
 
 struct OutTask : HiddenTask {
-  int layer;
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.mixed + column * Q_WIDTH : nullptr; }
-  __device__ __forceinline__ Place place(int column, int out) const {
-    return place_behind(layer ? block.model.hidden : block.model.inputs, column, out);
-  }
+  bool entered;
+  __device__ __forceinline__ WordTag tag() const { return WordTag(uses.layer); }
+  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.mixed + column * (Q_WIDTH / 4); }
+  __device__ __forceinline__ Place place(int column, int out) const { return place_behind(column, out, entered); }
 };
 
 struct DownTask : HiddenTask {
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.activated + column * INTER : nullptr; }
-  __device__ __forceinline__ Place place(int column, int out) const { return place_behind(block.model.hidden, column, out); }
+  __device__ __forceinline__ WordTag tag() const { return WordTag(uses.layer); }
+  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.activated + column * (INTER / 4); }
+  __device__ __forceinline__ Place place(int column, int out) const { return place_behind(column, out, false); }
+};
+
+// Four floats for others, as pairs.
+struct FloatPlace {
+  uint4* pairs;
+  __device__ __forceinline__ void store(float4 four, u32 use) const {
+    store_pair(pairs, four.x, four.y, use), store_pair(pairs + 1, four.z, four.w, use);
+  }
 };
 
 struct QkvTask : Columns<true> {
-  int layer;
-  struct Place {
-    float* to;
-  };
-  __device__ __forceinline__ const u32* row(int column) const {
-    return active(column) ? (layer ? block.model.hidden_words : block.model.input_words) + column * H : nullptr;
+  bool entered;
+  using Place = FloatPlace;
+  __device__ __forceinline__ u32 use() const { return entered ? uses.pass : uses.inner() - 1; }
+  __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
+  __device__ __forceinline__ const uint4* row(int column) const {
+    return (entered ? block.exchange.input_words : block.exchange.hidden_words) + column * (H / 4);
   }
-  __device__ __forceinline__ const float* squares(int column) const {
-    return (layer ? block.model.hidden_squares : block.model.input_squares) + column * (H / 8);
+  __device__ __forceinline__ const uint4* squares(int column) const {
+    return (entered ? block.exchange.input_squares : block.exchange.hidden_squares) + column * (H / 16);
   }
-  __device__ __forceinline__ Place place(int column, int out) const {
-    if (out < Q_WIDTH) return {block.model.queries + column * Q_WIDTH + out};
-    out -= Q_WIDTH;
-    float* cache = out < KV_WIDTH ? block.model.keys : block.model.values;
-    return {cache + ((layer * MAX_BATCH + block.row_of[column]) * G + block.position[column]) * KV_WIDTH + out % KV_WIDTH};
-  }
-  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
-    if (valid) *place.to = sum;
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.attended + column * (QKV_WIDTH / 2) + out / 2}; }
+  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
+    if (valid) place.store(sums, uses.layer);
   }
 };
 
 struct GateUpTask : Columns<true> {
   struct Place {
-    u32* words;
-    int out;
+    uint4* words;
   };
-  __device__ __forceinline__ const u32* row(int column) const { return active(column) ? block.model.hidden_words + column * H : nullptr; }
-  __device__ __forceinline__ const float* squares(int column) const { return block.model.hidden_squares + column * (H / 8); }
-  __device__ __forceinline__ Place place(int column, int out) const { return {block.model.activated + column * INTER, out}; }
-  __device__ __forceinline__ void store(const Place& place, float product, bool valid) const {
-    if (valid) store_split(place.words, place.out, product);
+  __device__ __forceinline__ u32 use() const { return uses.inner(); }
+  __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
+  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.hidden_words + column * (H / 4); }
+  __device__ __forceinline__ const uint4* squares(int column) const { return block.exchange.hidden_squares + column * (H / 16); }
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.activated + column * (INTER / 4) + out / 4}; }
+  __device__ __forceinline__ void store(const Place& place, float4 products, bool valid) const {
+    if (valid) WordTag(uses.layer).store(place.words, split_four(products));
   }
 };
 
-// One head, for the entries that want it; `columns` counts entries.
+// One head, for the entries that want it.
 struct HeadTask : Columns<true> {
-  int head;
-  float* logits;
-  struct Place {
-    float* to;
-  };
-  __device__ __forceinline__ const u32* row(int entry) const {
-    return block.head_of[entry] == head ? block.model.hidden_words + block.source_of[entry] * H : nullptr;
+  int head, entries;
+  using Place = FloatPlace;
+  __device__ __forceinline__ u32 use() const { return uses.outer(); }
+  __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
+  __device__ __forceinline__ const uint4* row(int entry) const { return block.exchange.hidden_words + block.source_of[entry] * (H / 4); }
+  __device__ __forceinline__ const uint4* squares(int entry) const { return block.exchange.hidden_squares + block.source_of[entry] * (H / 16); }
+  __device__ __forceinline__ u32 wanted(int tile) const {
+    const int entry = tile * TILE + (lane_id() & (TILE - 1));
+    return __ballot_sync(ALL_LANES, lane_id() < TILE && entry < entries && block.head_of[entry] == head);
   }
-  __device__ __forceinline__ const float* squares(int entry) const { return block.model.hidden_squares + block.source_of[entry] * (H / 8); }
-  __device__ __forceinline__ int used(int tile) const {
-    const u32 wanted = __ballot_sync(ALL_LANES, lane_id() < TILE && tile * TILE + lane_id() < columns && block.head_of[tile * TILE + (lane_id() & 7)] == head);
-    return 32 - __clz(wanted);
-  }
-  __device__ __forceinline__ Place place(int entry, int out) const { return {logits + entry * V + out}; }
-  __device__ __forceinline__ void store(const Place& place, float sum, bool valid) const {
-    if (valid) *place.to = sum;
+  __device__ __forceinline__ Place place(int entry, int out) const { return {block.exchange.logits + entry * (V / 2) + out / 2}; }
+  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
+    if (valid) place.store(sums, uses.heads);
   }
 };
 
 // ------------------------------------------------------------------------------------------------------------ attention
 
-// A lane's values of one head: multiplied by the gain of its norm, not by the inverse root, and rotated.
-struct HeadVector {
-  static constexpr int PER_LANE = HEAD_DIM / 32;
-  float value[PER_LANE], squares;
+constexpr int PER_LANE = HEAD_DIM / 32;
 
+// One warp: norms and rotates a vector of a head, in place. Lane l has the values l * PER_LANE and following.
+__device__ __forceinline__ void norm_and_rotate(float* vector, const float* gain, const float* rotary, float* copy) {
+  float value[PER_LANE], squares = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    value[i] = vector[lane_id() * PER_LANE + i];
+    squares += value[i] * value[i];
+    value[i] *= gain[lane_id() * PER_LANE + i];
+  }
+  const float inverse = rsqrtf(warp_sum(squares) * (1.0f / HEAD_DIM) + RMS_EPS);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) {
+    value[i] *= inverse;
+    const float other = __shfl_xor_sync(ALL_LANES, value[i], 16);
+    const float* angle = rotary + ((lane_id() & 15) * PER_LANE + i) * 2;
+    const float turned = value[i] * angle[0] + (lane_id() < 16 ? -other : other) * angle[1];
+    vector[lane_id() * PER_LANE + i] = turned;
+    if (copy) copy[lane_id() * PER_LANE + i] = turned;
+  }
+}
+
+// One lane's part of a vector.
+struct LanePart {
+  float value[PER_LANE];
   __device__ __forceinline__ void load(const float* from) {
     from += lane_id() * PER_LANE;
     if (PER_LANE == 4) {
-      const float4 four = load_fresh(reinterpret_cast<const float4*>(from));
+      const float4 four = four_at(from);
       value[0] = four.x, value[1] = four.y, value[PER_LANE - 2] = four.z, value[PER_LANE - 1] = four.w;
     } else {
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) value[i] = load_fresh(from + i);
+      for (int i = 0; i < PER_LANE; i++) value[i] = from[i];
     }
   }
-  __device__ __forceinline__ void turn(const float* gain, const float* rotary) {
-    squares = 0;
+  __device__ __forceinline__ float times(const LanePart& other) const {
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      squares += value[i] * value[i];
-      value[i] *= gain[lane_id() * PER_LANE + i];
-    }
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) {
-      const float other = __shfl_xor_sync(ALL_LANES, value[i], 16);
-      const float* angle = rotary + ((lane_id() & 15) * PER_LANE + i) * 2;
-      value[i] = value[i] * angle[0] + (lane_id() < 16 ? -other : other) * angle[1];
-    }
+    for (int i = 0; i < PER_LANE; i++) sum += value[i] * other.value[i];
+    return sum;
   }
 };
 
-// All threads of the grid: four warps a head and column. Softmax over the positions up to the column's own.
-__device__ __forceinline__ void attend(Block& block, int layer, int columns) {
-  constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;
-  const Model& model = block.model;
-  const int team = warp_id() / 4, member = warp_id() % 4, thread = threadIdx.x % 128;
+// All threads of the grid. A row and a head of keys is always the same blocks': `copies` of them, which keep those keys and
+// values each to itself, and share the queries. Four warps a query: softmax over the positions up to its own.
+__device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int batch, int width, int copies) {
+  using A = Attention;
+  constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4, PAIRS = HEAD_DIM / 2;
+  const int team = stream.warp / 4, member = stream.warp % 4, thread = threadIdx.x % 128, lane = lane_id(), tasks = KV_HEADS * copies;
   const float* gains = block.head_norm + layer * 2 * HEAD_DIM;
+  const u32 use = stream.uses.layer;
+  const int behind = int(blockIdx.x) - layer * MAX_BATCH * tasks % CTAS;
 #pragma unroll 1
-  for (int first = blockIdx.x; first < columns * HEADS; first += CTAS * TEAMS) {
-    const int task = first + team * CTAS, column = task / HEADS, head = task % HEADS;
-    const int position = task < columns * HEADS ? block.position[column] : -1;
-    float* scores = block.scratch.scores.of_team[team];
+  for (int task = behind < 0 ? behind + CTAS : behind; task < batch * tasks; task += CTAS) {
+    const int row = task / tasks, kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column];
+    if (begin < 0) continue;
+    int count = 1;
+    while (count < width && block.position[column + count] >= 0) count++;
+    A& attention = block.scratch.attention;
+    const u64 cache = u64(((layer * MAX_BATCH + row) * MAX_COPIES + copy) * KV_HEADS + kv) * G * HEAD_DIM;
+    float* const keys = block.model.keys + cache;
+    float* const values = block.model.values + cache;
+
+    // What earlier passes left, while this pass's vectors are on their way.
+    LanePart key[EACH];
     float value[G];
-    if (position >= 0) {
-      const int kv = head / (HEADS / KV_HEADS);
-      const u64 cache = u64((layer * MAX_BATCH + block.row_of[column]) * G) * KV_WIDTH + kv * HEAD_DIM;
-      HeadVector key[EACH], query;
-      query.load(model.queries + column * Q_WIDTH + head * HEAD_DIM);
 #pragma unroll
-      for (int i = 0; i < EACH; i++)
-        if (member + 4 * i <= position) key[i].load(model.keys + cache + (member + 4 * i) * KV_WIDTH);
+    for (int i = 0; i < EACH; i++)
+      if (member + 4 * i < begin) key[i].load(keys + (member + 4 * i) * HEAD_DIM);
 #pragma unroll
-      for (int p = 0; p < G; p++)
-        value[p] = p <= position && thread < HEAD_DIM ? load_fresh(model.values + cache + p * KV_WIDTH + thread) : 0;
-      query.turn(gains, block.rotary + position * HEAD_DIM);
-      const float query_root = rsqrtf(warp_sum(query.squares) * (1.0f / HEAD_DIM) + RMS_EPS);
-#pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const int p = member + 4 * i;
-        if (p > position) break;
-        key[i].turn(gains + HEAD_DIM, block.rotary + p * HEAD_DIM);
-        float product = 0, squares = key[i].squares;
-#pragma unroll
-        for (int j = 0; j < HeadVector::PER_LANE; j++) product += query.value[j] * key[i].value[j];
-#pragma unroll
-        for (int step = 16; step; step >>= 1) {
-          product += __shfl_xor_sync(ALL_LANES, product, step);
-          squares += __shfl_xor_sync(ALL_LANES, squares, step);
-        }
-        if (lane_id() == 0) scores[p] = product * query_root * rsqrtf(squares * (1.0f / HEAD_DIM) + RMS_EPS);
+    for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? values[p * HEAD_DIM + thread] : 0;
+    __syncthreads();  // whoever used this memory before
+    // Keys and values of all columns, and the queries of this block's.
+    const int own = count > copy ? (count - copy + copies - 1) / copies : 0;
+    for (int i = threadIdx.x; i < (count * 2 + own * A::RATIO) * PAIRS; i += THREADS) {
+      const int vector = i / PAIRS, pair = i % PAIRS;
+      int place, from;
+      float* to;
+      if (vector < count * 2) {
+        place = vector / 2, from = (Q_WIDTH + vector % 2 * KV_WIDTH) / 2 + kv * PAIRS;
+        to = vector % 2 ? attention.value[place] : attention.key[place];
+      } else {
+        const int query = vector - count * 2;
+        place = copy + query / A::RATIO * copies, from = (kv * A::RATIO + query % A::RATIO) * PAIRS;
+        to = attention.query[query];
       }
+      const float2 two = wait_for_pair(block.exchange.attended + (column + place) * (QKV_WIDTH / 2) + from + pair, use);
+      *reinterpret_cast<float2*>(to + pair * 2) = two;
+      if (vector < count * 2 && vector % 2) *reinterpret_cast<float2*>(values + (begin + place) * HEAD_DIM + pair * 2) = two;
     }
     __syncthreads();
-    if (position >= 0) {
-      const int lane = lane_id();
+#pragma unroll 1
+    for (int i = stream.warp; i < count + own * A::RATIO; i += WARPS_A_BLOCK) {
+      const bool is_key = i < count;
+      const int place = is_key ? i : copy + (i - count) / A::RATIO * copies, position = begin + place;
+      norm_and_rotate(is_key ? attention.key[place] : attention.query[i - count], gains + (is_key ? HEAD_DIM : 0), block.rotary + position * HEAD_DIM,
+                      is_key ? keys + position * HEAD_DIM : nullptr);
+    }
+    __syncthreads();
+    // In registers, whatever the pass it came in.
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int p = member + 4 * i;
+      if (p >= begin && p < begin + count) key[i].load(attention.key[p - begin]);
+    }
+#pragma unroll
+    for (int p = 0; p < G; p++)
+      if (p >= begin && p < begin + count && thread < HEAD_DIM) value[p] = attention.value[p - begin][thread];
+#pragma unroll 1
+    for (int query = team, turn = 0; query - team < own * A::RATIO; query += TEAMS, turn ^= 1) {
+      const bool here = query < own * A::RATIO;
+      const int place = copy + query / A::RATIO * copies, head = kv * A::RATIO + query % A::RATIO, position = begin + place;
+      float* scores = attention.scores[turn][team];
+      if (here) {
+        LanePart mine;
+        mine.load(attention.query[query]);
+        float score[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) score[i] = member + 4 * i <= position ? mine.times(key[i]) : 0;
+#pragma unroll
+        for (int step = 16; step; step >>= 1) {
+#pragma unroll
+          for (int i = 0; i < EACH; i++) score[i] += __shfl_xor_sync(ALL_LANES, score[i], step);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+          if (lane == i) scores[member + 4 * i] = score[i];
+      }
+      __syncthreads();
+      if (!here) continue;
       const float low = lane <= position ? scores[lane] : MINUS_INFINITY;
       const float high = G > 32 && lane + 32 <= position ? scores[lane + 32] : MINUS_INFINITY;
       const float largest = key_to_float(warp_max(order_key(fmaxf(low, high))));
       const float share = lane <= position ? expf(low - largest) : 0, more = G > 32 && lane + 32 <= position ? expf(high - largest) : 0;
       const float total = warp_sum(share + more);
-      float mixed = 0;
+      float mixed[2] = {};
 #pragma unroll
-      for (int p = 0; p < G; p++) mixed += __shfl_sync(ALL_LANES, p < 32 ? share : more, p & 31) * value[p];
-      if (thread < HEAD_DIM) store_split(model.mixed + column * Q_WIDTH, head * HEAD_DIM + thread, __fdividef(mixed, total));
+      for (int p = 0; p < G; p++) {
+        const float part = __shfl_sync(ALL_LANES, p < 32 ? share : more, p & 31);
+        mixed[p % 2] += p <= position ? part * value[p] : 0;
+      }
+      // Four lanes, a value each, make a piece.
+      const float first = __fdividef(mixed[0] + mixed[1], total), second = __shfl_xor_sync(ALL_LANES, first, 1);
+      const float third = __shfl_xor_sync(ALL_LANES, first, 2), fourth = __shfl_xor_sync(ALL_LANES, second, 2);
+      if (thread < HEAD_DIM && thread % 4 == 0)
+        WordTag(use).store(block.exchange.mixed + (column + place) * (Q_WIDTH / 4) + (head * HEAD_DIM + thread) / 4, split_four(make_float4(first, second, third, fourth)));
     }
     __syncthreads();
   }
@@ -632,141 +835,204 @@ __device__ __forceinline__ void attend(Block& block, int layer, int columns) {
 
 // -------------------------------------------------------------------------------------------------------------- a pass
 
+// All threads of the grid; `uses.pass` is the pass already.
 template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int columns) {
-  const int tiles = (columns + TILE - 1) / TILE;
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, int copies) {
+  const int columns = batch * width, tiles = (columns + TILE - 1) / TILE;
   const Model& model = block.model;
-  if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, columns}, model.input_norm}});
+  Uses& uses = stream.uses;
+  if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, uses}, model.input_norm, uses.pass}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    multiply<Qkv>(block, stream, tiles, QkvTask{{block, columns}, layer});
-    grid_barrier(block);
-    attend(block, layer, columns);
-    multiply<Out>(block, stream, tiles, OutTask{{{{block, columns}, model.post_norm + layer * H}}, layer});
-    multiply<GateUp>(block, stream, tiles, GateUpTask{{block, columns}});
+    uses.layer++;
+    multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer == 0});
+    attend(block, stream, layer, batch, width, copies);
+    multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
+    multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
-    multiply<Down>(block, stream, tiles, DownTask{{{{block, columns}, next_norm}}});
+    multiply<Down>(block, stream, tiles, DownTask{{{{block, uses}, next_norm, uses.outer()}}});
   }
 }
 
-// All threads of the grid: a barrier, the heads of a set, for the entries that want them.
-__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int entries, float* logits) {
-  bool first = true;
+// All threads of the grid: the heads of a set, for the entries that want them.
+__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int entries) {
+  stream.uses.heads++;
 #pragma unroll 1
-  for (; heads; heads &= heads - 1) {
-    multiply<Head>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, entries}, __ffs(heads) - 1, logits}, first);
-    __syncthreads();
-    first = false;
-  }
-  grid_barrier(block);
+  for (; heads; heads &= heads - 1)
+    multiply<Head>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, entries});
 }
 
-// All threads of a block: the state that the kernel begins with.
-__device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, bool projected) {
+// How many blocks keep the same keys and values, of those that there are, and of `useful` ones.
+__device__ __forceinline__ int copies_for(int batch, int useful) { return max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1); }
+
+// Whole warps: the position of column i.
+__device__ __forceinline__ void place_column(Block& block, int i, int position) {
+  const u32 there = __ballot_sync(ALL_LANES, i < MAX_COLUMNS && position >= 0);
+  if (i >= MAX_COLUMNS) return;
+  block.position[i] = position;
+  if (i % TILE == 0) block.wanted[i / TILE] = there >> (lane_id() & ~(TILE - 1)) & ((1u << TILE) - 1);
+}
+constexpr int PLACES = (MAX_COLUMNS + 31) / 32 * 32;
+
+// All threads of the grid: the state that the kernel begins with.
+__device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, int columns, bool projected) {
   constexpr int ALL = THREADS + 32;
   u64* words = reinterpret_cast<u64*>(&block.model);
   for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += ALL) words[i] = addresses[i];
-  for (int i = threadIdx.x; i < MAX_COLUMNS; i += ALL) block.position[i] = -1;
   for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
   arrivals_ready();
-  if (threadIdx.x == 0) block.target = block.pushed = block.consumed = 0, list_body(block, projected);
+  if (threadIdx.x == 0) block.target = block.picked = block.pushed = block.taken = block.consumed = 0, list_body(block, projected);
   sync_block();
+  if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, columns);
   for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += ALL) block.rotary[i] = block.model.rotary[i];
   if (int(threadIdx.x) < batch && block.model.requests) block.request[threadIdx.x] = block.model.requests[threadIdx.x];
   sync_block();
 }
 
-// All threads of a block: stores a row that enters the decoder, of values that `value_of` gives.
+// All threads of the grid but those that stream: no piece has a tag.
+__device__ __forceinline__ void clear_exchange(Block& block) {
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < block.exchange.pieces; i += CTAS * THREADS) block.model.exchange[i] = make_uint4(0, 0, 0, 0);
+  grid_barrier(block);
+}
+
+// All threads of a block: stores a row that enters the decoder in a pass; `four_of` gives the values i to i + 3.
 template <class Values>
-__device__ __forceinline__ void enter_decoder(Block& block, int column, const Values& value_of) {
-  const Model& model = block.model;
-  constexpr int EACH = (H + THREADS - 1) / THREADS;
-  float value[EACH], gain[EACH];
-#pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const int i = j * THREADS + threadIdx.x;
-    value[j] = i < H ? value_of(i) : 0, gain[j] = i < H ? __ldg(model.input_norm + i) : 0;
-  }
-#pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const int i = j * THREADS + threadIdx.x;
-    const float squares = sum_of_eight(value[j]);
-    if (i >= H) continue;
-    model.inputs[column * H + i] = value[j];
-    store_split(model.input_words + column * H, i, value[j] * gain[j]);
-    if (i % 8 == 0) model.input_squares[column * (H / 8) + i / 8] = squares;
+__device__ __forceinline__ void enter_decoder(Block& block, u32 pass, int column, const Values& four_of) {
+  const Exchange& e = block.exchange;
+#pragma unroll 1
+  for (int start = warp_id() * 128; start < H; start += THREADS * 4) {  // whole warps
+    const int i = start + lane_id() * 4;
+    const bool valid = i < H;
+    const float4 zero = make_float4(0, 0, 0, 0), gain = valid ? constant_four(block.model.input_norm + i) : zero, value = valid ? four_of(i) : zero;
+    store_state(e.input_words + column * (H / 4), WordTag(pass), e.input_squares + column * (H / 16), pass, i, value, gain, valid);
+    if (!valid) continue;
+    uint4* const pairs = e.inputs + column * (H / 2) + i / 2;
+    store_pair(pairs, value.x, value.y, pass), store_pair(pairs + 1, value.z, value.w, pass);
   }
 }
 
 // All threads of a block: stores a row that enters a pass, of HT values.
 template <class Values>
-__device__ __forceinline__ void enter(Block& block, int column, const Values& value_of) {
+__device__ __forceinline__ void enter(Block& block, u32 pass, int column, const Values& four_of) {
   if (HAS_PROJECTION) {
-    for (int i = threadIdx.x; i < HT; i += THREADS) store_split(block.model.embeds + column * HT, i, value_of(i));
+    for (int i = threadIdx.x * 4; i < HT; i += THREADS * 4) WordTag(pass).store(block.exchange.embeds + column * (HT / 4) + i / 4, split_four(four_of(i)));
   } else {
-    enter_decoder(block, column, value_of);
+    enter_decoder(block, pass, column, four_of);
   }
 }
-__device__ __noinline__ void embed(Block& block, int column, const WEIGHT* from) {
-  enter(block, column, [&](int i) { return to_float(from[i]); });
+__device__ __forceinline__ float4 four_weights(const WEIGHT* from) {
+  const uint2 two = *reinterpret_cast<const uint2*>(from);
+  return make_float4(to_float(WEIGHT{u16(two.x)}), to_float(WEIGHT{u16(two.x >> 16)}), to_float(WEIGHT{u16(two.y)}), to_float(WEIGHT{u16(two.y >> 16)}));
+}
+__device__ __noinline__ void embed(Block& block, u32 pass, int column, const WEIGHT* from) {
+  enter(block, pass, column, [&](int i) { return four_weights(from + i); });
 }
 __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth, int code) {
   return depth == 0 ? model.talker_table + u64(code) * HT : model.tables + (u64(depth - 1) * V + code) * HT;
 }
 
+// A row of logits that other blocks make.
+struct DueLogits {
+  const uint4* row;
+  u32 use;
+
+  template <int N>
+  __device__ __forceinline__ void load(float (&values)[N]) const {
+    uint4 pair[N / 2];
+    u32 polls = 0;
+    for (;;) {
+      u32 missing = 0;
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) {
+        const int code = threadIdx.x * N + i * 2;
+        pair[i] = code < V ? load_whole(row + code / 2) : make_uint4(__float_as_uint(MINUS_INFINITY), use, __float_as_uint(MINUS_INFINITY), use);
+        missing |= stale(pair[i], use);
+      }
+      if (!missing) break;
+      poll_again(polls);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++) values[i] = __uint_as_float(i % 2 ? pair[i / 2].z : pair[i / 2].x);
+  }
+  __device__ __forceinline__ float operator[](u32 code) const {
+    const uint4 pair = load_whole(row + code / 2);
+    return __uint_as_float(code % 2 ? pair.z : pair.x);
+  }
+};
+
 // The code stands in `block.pick`.
-__device__ __noinline__ void select_entry(Block& block, const float* logits, int row, int depth, int use, float* law) {
+__device__ __noinline__ void select_entry(Block& block, DueLogits logits, int row, int depth, int use, float* law) {
   const Request request = block.request[row];
+  __syncthreads();  // whoever used this memory before
   select_sample_part::select_row(block.scratch.select, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
   __syncthreads();
 }
 
-__device__ __noinline__ void accept_entry(Block& block, int row, int drafts, int coupled) {
+// All threads of a block: accepts drafts of one row in a round, and tells all blocks where the row stands.
+__device__ __noinline__ void accept_entry(Block& block, int row, int drafts, int coupled, int round) {
   const Model& m = block.model;
+  if (threadIdx.x == 0) m.last[row] = block.last[row], m.rounds[row] = round - 1;
+  __syncthreads();
   accept_part::accept_row(block.scratch.accept, row, m.drafts, m.draft_laws, m.picks, m.laws, m.requests, m.last, m.codes,
                           m.states, m.rounds, m.history, drafts, coupled);
   __syncthreads();
+  if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(m.states[row]) << 16, u32(round)));
 }
 
 // One thread: commits the pick of a pass without drafts; round 0 is the prefill, which is not recorded.
-__device__ __forceinline__ void commit(const Model& model, int row, int depth, int state, int pick, int round) {
+__device__ __forceinline__ void commit(const Model& model, int row, int depth, int pick, int round) {
   model.codes[row * G + depth] = pick;
-  model.last[row] = depth;
-  model.states[row] = state;
   model.rounds[row] = round;
   if (round == 0) return;
   int* entry = model.history + (row * G + round - 1) * 3;
   entry[0] = depth, entry[1] = 0, entry[2] = 0;
 }
 
-// All threads of a block: picks the code of one entry. In `round` 0 and above it is committed, with the state it comes
-// from; it enters the next pass at column `place`, if that is not negative.
-__device__ __noinline__ void pick_entry(Block& block, int entry, int row, const float* logits, int use, float* laws, int* codes,
-                                        int round, int state, int place) {
+// All threads of a block: picks the code of one entry. In `round` 0 and above it is committed; it enters pass `pass` at
+// column `place`, if that is not negative.
+__device__ __noinline__ void pick_entry(Block& block, const Uses& uses, int entry, int row, int use, float* laws, int* codes,
+                                        int round, u32 pass, int place) {
   const int depth = block.head_of[entry] + 1;
   if (depth <= 0) return;  // there is no such entry
-  select_entry(block, logits + entry * V, row, depth, use, laws ? laws + entry * V : nullptr);
+  select_entry(block, DueLogits{block.exchange.logits + entry * (V / 2), uses.heads}, row, depth, use, laws ? laws + entry * V : nullptr);
   const int code = block.pick;
+  if (place >= 0 && depth < G - 1) embed(block, pass, place, embedding(block.model, depth, code));
   if (threadIdx.x == 0) {
     codes[entry] = code;
-    if (round >= 0) commit(block.model, row, depth, state, code, round);
+    if (round >= 0) commit(block.model, row, depth, code, round);
   }
-  if (place >= 0 && depth < G - 1) embed(block, place, embedding(block.model, depth, code));
 }
 
-// All threads of a block: the columns of the next round, from the state in device memory. Sets `finished`.
-__device__ __forceinline__ void plan_round(Block& block, int batch, int drafts) {
-  const Model& model = block.model;
+// All threads of a block: where the rows stand, and the columns of the next round. Sets `finished`.
+__device__ __forceinline__ void plan_round(Block& block, int batch, int drafts, int round) {
+  __syncthreads();  // whoever read the plan before
+  if (int(threadIdx.x) < batch) {
+    const int row = threadIdx.x;
+    if (round == 1) {
+      block.last[row] = 1, block.state[row] = 1;
+    } else if (drafts == 0) {
+      block.last[row]++, block.state[row] = 0;
+    } else if (block.last[row] < G - 1) {
+      uint4 both;
+      u32 polls = 0;
+      for (;;) {
+        both = load_whole(reinterpret_cast<const uint4*>(block.exchange.board) + row / 2);
+        if ((row % 2 ? both.w : both.y) == u32(round - 1)) break;
+        poll_again(polls);
+      }
+      const u32 place = row % 2 ? both.z : both.x;
+      block.last[row] = place & 0xFFFF, block.state[row] = place >> 16;
+    }
+  }
   if (threadIdx.x == 0) block.finished = 1;
   __syncthreads();
   const int width = drafts + 1;
-  for (int i = threadIdx.x; i < MAX_COLUMNS; i += THREADS) {
-    const int row = i / width, offset = i % width, last = row < batch ? load_fresh(model.last + row) : G;
-    block.row_of[i] = row;
-    block.position[i] = last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1;
+  for (int i = threadIdx.x; i < PLACES; i += THREADS) {
+    const int row = i / width, offset = i % width, last = row < batch ? block.last[row] : G;
+    place_column(block, i, last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1);
     if (last < G - 1) block.finished = 0;
-    if (offset == 0 && row < batch) block.first_head[row] = last, block.state[row] = load_fresh(model.states + row);
   }
   __syncthreads();
 }
@@ -781,6 +1047,7 @@ __device__ __forceinline__ u32 set_of_targets(const Block& block, int columns) {
 
 // All threads of a block: the heads of the pass, each column its own; returns the set.
 __device__ __forceinline__ u32 list_target_heads(Block& block, int columns) {
+  __syncthreads();  // whoever read the list before
   for (int i = threadIdx.x; i < columns; i += THREADS) block.head_of[i] = block.position[i] - 1, block.source_of[i] = i;
   __syncthreads();
   return set_of_targets(block, columns);
@@ -789,8 +1056,9 @@ __device__ __forceinline__ u32 list_target_heads(Block& block, int columns) {
 // All threads of a block: the heads of the drafts, several for the state of a row's last committed code.
 __device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int drafts, int width_before) {
   u32 heads = 0;
+  __syncthreads();  // whoever read the list before
   for (int i = lane_id(); i < batch * drafts; i += 32) {
-    const int row = i / drafts, wanted = block.first_head[row] + i % drafts, head = wanted < G - 2 ? wanted : -1;
+    const int row = i / drafts, wanted = block.last[row] + i % drafts, head = wanted < G - 2 ? wanted : -1;
     if (head >= 0) heads |= 1u << head;
     if (warp_id() == 0) block.head_of[i] = head, block.source_of[i] = row * width_before + block.state[row];
   }
@@ -802,31 +1070,35 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
-  const int cta = blockIdx.x;
-  begin(block, addresses, batch, true);
+  // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
+  // instructions stay where they are fetched from.
+  const int cta = blockIdx.x, desk = CTAS - 1 - cta, full = drafts + 1, copies = copies_for(batch, full);
+  begin(block, addresses, batch, batch * max(full, 2), true);
   if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
-  Stream stream{block, memory + BLOCK_BYTES};
+  Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
+  Uses& uses = stream.uses;
   stream.push(BODY);
   stream.push(1u);
+  if (desk < batch && threadIdx.x == 0) model.errors[desk] = 0x7F7F7F7F;
+  clear_exchange(block);
 
   // Prefill: the Talker's state and its code.
-  if (int(threadIdx.x) < 2 * batch) block.position[threadIdx.x] = threadIdx.x & 1, block.row_of[threadIdx.x] = threadIdx.x >> 1;
+  for (int i = threadIdx.x; i < PLACES; i += THREADS) place_column(block, i, i < 2 * batch ? i % 2 : -1);
   __syncthreads();
-  if (cta < batch) {
-    if (threadIdx.x == 0) model.errors[cta] = 0x7F7F7F7F;
-    enter(block, cta * 2, [&](int i) { return model.talker_hidden[cta * HT + i]; });
-    embed(block, cta * 2 + 1, embedding(model, 0, model.codes[cta * G]));
+  if (desk < batch) {
+    enter(block, 1, desk * 2, [&](int i) { return four_at(model.talker_hidden + desk * HT + i); });
+    embed(block, 1, desk * 2 + 1, embedding(model, 0, model.codes[desk * G]));
   }
 
-  const int full = drafts + 1;
 #pragma unroll 1
   for (int round = 0;; round++) {
     const int width = round == 0 ? 2 : full, columns = batch * width;
     const bool plain = drafts == 0 || round == 0;
     if (round > 0) {
-      plan_round(block, batch, drafts);
+      plan_round(block, batch, drafts, round);
       if (block.finished) break;
     }
+    uses.pass++;
     // First the drafts, then the pass that verifies them; each ends in heads and picks.
 #pragma unroll 1
     for (int verifying = plain; verifying < 2; verifying++) {
@@ -834,7 +1106,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
         if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        run_pass<HAS_PROJECTION>(block, stream, columns);
+        run_pass<HAS_PROJECTION>(block, stream, batch, width, copies);
         heads = list_target_heads(block, columns);
       } else {
         heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
@@ -844,30 +1116,38 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
         if (!heads) continue;
       }
       const int entries = verifying ? columns : batch * drafts;
-      float* const logits = verifying ? model.logits : model.draft_logits;
-      run_heads(block, stream, heads, entries, logits);
+      run_heads(block, stream, heads, entries);
 
       const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
       float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;
       int* const codes = verifying ? model.picks : model.drafts;
 #pragma unroll 1
-      for (int entry = cta; entry < entries; entry += CTAS) {  // a block an entry
+      for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
         const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % drafts;
-        pick_entry(block, entry, row, logits, use, laws, codes, plain ? round : -1, width - 1, plain || !verifying ? place : -1);
+        pick_entry(block, uses, entry, row, use, laws, codes, plain ? round : -1, verifying ? uses.pass + 1 : uses.pass, plain || !verifying ? place : -1);
       }
-      // The next pass begins with a barrier, and a round that is planned needs one before.
-      if (verifying) grid_barrier(block);
     }
     if (plain) continue;
-    if (cta < batch && block.first_head[cta] < G - 1) {
-      accept_entry(block, cta, drafts, coupled);
-      const int last = model.last[cta];
-      if (last < G - 1) embed(block, cta * full, embedding(model, last, model.codes[cta * G + last]));
+    // Those who pick tell those who accept, and these tell all.
+    const int picking = min(columns, CTAS);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      block.picked += picking;
+      if (desk < picking) arrive(model.counter + 1);
     }
-    grid_barrier(block);
+    if (desk < batch && block.last[desk] < G - 1) {
+      u32 polls = 0;
+      if (threadIdx.x == 0)
+        while (arrived(model.counter + 1) < block.picked) polled(polls);
+      __syncthreads();
+      accept_entry(block, desk, drafts, coupled, round);
+      const int last = model.last[desk];
+      if (last < G - 1) embed(block, uses.pass + 1, desk * full, embedding(model, last, model.codes[desk * G + last]));
+    }
   }
 
   stream.push(STOP);
+  grid_barrier(block);
   // The Talker's next input, added in the order of the depths.
   for (int i = cta * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
     const int row = i / HT, channel = i % HT;
@@ -887,23 +1167,24 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const int columns = batch * width;
-  begin(block, addresses, batch, false);
+  begin(block, addresses, batch, columns, false);
   if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
-  Stream stream{block, memory + BLOCK_BYTES};
-  for (int i = threadIdx.x; i < columns; i += THREADS) block.position[i] = positions[i], block.row_of[i] = i / width;
-  __syncthreads();
+  Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
+  for (int i = threadIdx.x; i < PLACES; i += THREADS) place_column(block, i, i < columns ? positions[i] : -1);
   stream.push(BODY);
   stream.push(STOP);
+  clear_exchange(block);
+  stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns; column += CTAS)
-    enter_decoder(block, column, [&](int i) { return inputs[column * H + i]; });
-  run_pass<false>(block, stream, columns);
+    enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
+  run_pass<false>(block, stream, batch, width, copies_for(batch, MAX_COPIES));
   grid_barrier(block);
 #pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {
     if (block.position[column] < 0) continue;
     const float* row = block.model.hidden + column * H;
     MeanSquare square;
-    square.load(block.model.hidden_squares + column * (H / 8));
+    square.wait_for(block.exchange.hidden_squares + column * (H / 16), stream.uses.outer());
     const float inverse = square.inverse_root();
     for (int i = lane_id(); i < H; i += 32) states[column * H + i] = load_fresh(row + i) * inverse * block.model.final_norm[i];
   }

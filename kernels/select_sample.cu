@@ -20,7 +20,7 @@
 // A short top-k goes a shorter way: where its first digit leaves at most LISTED candidates, these are listed, each is
 // told its rank and the mass before it, and one warp does the rest without barriers.
 
-#define ITEMS (V <= 4 * THREADS ? 4 : 8)
+#define ITEMS (V <= 4 * THREADS ? 4 : V <= 8 * THREADS ? 8 : 16)
 #define CODE_BITS 12
 #define ORDER_BITS (32 + CODE_BITS)
 #define LISTED 64
@@ -239,13 +239,19 @@ struct Shared {
   u64 mass_of_warp[32];
 };
 
-__device__ __forceinline__ void load_row(Row& row, const float* logits) {
+// A row of logits in memory. Whatever else holds one has the same two members.
+struct Logits {
+  const float* row;
+
+  __device__ __forceinline__ void load(float (&values)[ITEMS]) const {  // the thread's entries
 #pragma unroll
-  for (int i = 0; i < ITEMS; i += 4) {
-    const float4 four = load_four(logits, Row::code(i), MINUS_INFINITY);
-    row.logit[i] = four.x, row.logit[i + 1] = four.y, row.logit[i + 2] = four.z, row.logit[i + 3] = four.w;
+    for (int i = 0; i < ITEMS; i += 4) {
+      const float4 four = load_four(row, Row::code(i), MINUS_INFINITY);
+      values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
+    }
   }
-}
+  __device__ __forceinline__ float operator[](u32 code) const { return row[code]; }
+};
 
 __device__ __forceinline__ void store_row(float* law, const float (&values)[ITEMS]) {
 #pragma unroll
@@ -333,8 +339,9 @@ __device__ __forceinline__ void offer_and_store(Shared& s, const Row& row, u32 a
 }
 
 // What the exact score of a code is made of.
+template <class Source>
 struct ExactScore {
-  const float* logits;
+  Source logits;
   float largest;
   const Request& request;
   u32 depth, use;
@@ -367,8 +374,8 @@ __device__ __forceinline__ void list_candidates(Short& s, const Row& row, u32 al
 
 // All threads, eight for a candidate: puts those that top-k keeps in their order, each with the mass before it and its
 // score. `kept` is how many it keeps.
-__device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 kept,
-                                                const ExactScore& exact_score) {
+template <class Exact>
+__device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 kept, const Exact& exact_score) {
   constexpr int TEAM = 8;
   const u32 listed = s.listed;
 #pragma unroll 1
@@ -396,8 +403,9 @@ __device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 ke
 }
 
 // One warp: applies top-p to the ranked ones, writes their law over the zeros that are there, and picks.
+template <class Exact>
 __device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, double top_p, float* law,
-                                           const ExactScore& exact_score) {
+                                           const Exact& exact_score) {
   const u64 limit = top_p < 1 ? u64(ceil(top_p * double(s.total))) : ~0ull;
   u32 code[2], kept = 0;
   float score[2], weight[2];
@@ -421,10 +429,11 @@ __device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, dou
 
 // All threads of a block: the law of one row of logits (`law` may be null) and its pick. One thread of the first warp
 // writes codes[entry]; a barrier follows before anyone reads it, or uses `s` again.
-__device__ __forceinline__ void select_row(Shared& s, const float* logits, const Request request, int depth, int deepest,
+template <class Source>
+__device__ __forceinline__ void select_row(Shared& s, const Source logits, const Request request, int depth, int deepest,
                                            int use, float* law, int* codes, int entry, int* errors, int row_of_batch) {
   Row row;
-  load_row(row, logits);
+  logits.load(row.logit);
   s.by_count.clear();
   s.by_mass.clear();
   s.few.clear();
@@ -442,7 +451,7 @@ __device__ __forceinline__ void select_row(Shared& s, const float* logits, const
     return;
   }
 
-  const ExactScore exact_score = {logits, row.largest, request, u32(depth), u32(use)};
+  const ExactScore<Source> exact_score = {logits, row.largest, request, u32(depth), u32(use)};
   u32 alive = 0, digit[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
@@ -484,7 +493,7 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
   __shared__ Shared s;
   const int row = blockIdx.y, entry = row * gridDim.x + blockIdx.x;
   const Request request = requests[row];
-  select_row(s, logits + u64(entry) * V, request, last[row] + 1 + blockIdx.x, deepest, use,
+  select_row(s, Logits{logits + u64(entry) * V}, request, last[row] + 1 + blockIdx.x, deepest, use,
              laws ? laws + u64(entry) * V : nullptr, codes, entry, errors, row);
 }
 

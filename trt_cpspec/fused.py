@@ -26,12 +26,13 @@ from .tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, TensorFile
 
 THREADS = 256
 MAX_BATCH = 8
+MAX_LAYERS = 7
 MIN_COMPUTE_CAPABILITY = (8, 0)
 UNIT = 32
 """Inner values of a weight unit."""
 _UNIT_BYTES = 512
 """Of a unit of 8 rows."""
-_PADDING = 8
+_PADDING = 4
 _RESERVED_BYTES = 4096
 """Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
 _SELECT_BYTES = 12288
@@ -40,6 +41,8 @@ IN_FLIGHT = 8
 """Chunks of a block that are on their way at a time: more would stand in the way of what is waited for."""
 STREAMING_THREADS = 32
 CLOCKS_A_CHUNK = 220
+MAX_COPIES = 8
+"""Blocks that keep the same keys and values, at most, each its own copy."""
 
 Words = NDArray[np.uint16]
 
@@ -159,10 +162,12 @@ class FusedPlan:
         """
         products, warps = list(self.products.values()), self.threads // 32
         rows = max(product.groups for product in products) * 8
-        sums = warps * 8 * (rows + _PADDING + 1) * 4
+        sums = 2 * (warps * 8 * (rows + _PADDING) + 8) * 4
         d = self.spec.decoder
+        vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
+        attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
-        free = self.shared_bytes - _RESERVED_BYTES - constants - max(sums, _SELECT_BYTES)
+        free = self.shared_bytes - _RESERVED_BYTES - constants - sums - max(attention, _SELECT_BYTES)
         chunks, needed = free // CHUNK_BYTES, max(-(-product.part_bytes // CHUNK_BYTES) for product in products)
         if chunks < needed:
             raise EngineError(
@@ -182,7 +187,7 @@ class FusedPlan:
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
             "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
             "PARTICIPANTS": str(self.threads),
-            "MAX_BATCH": str(self.max_batch),
+            "MAX_BATCH": str(self.max_batch), "MAX_COPIES": str(MAX_COPIES),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
         }  # fmt: skip
@@ -206,6 +211,8 @@ class FusedPlan:
                 return f"{name} is {width}, it must be a multiple of {UNIT}"
         if d.head_dim not in (64, 96, 128):
             return f"head_dim is {d.head_dim}, it must be 64, 96 or 128"
+        if d.num_hidden_layers > MAX_LAYERS:
+            return f"num_hidden_layers is {d.num_hidden_layers}, at most {MAX_LAYERS} are possible"
         if self.spec.num_code_groups > 33:
             return f"num_code_groups is {self.spec.num_code_groups}, at most 33 are possible"
         if d.vocab_size > MAX_SPECULATIVE_CODEBOOK or d.vocab_size % 8:
@@ -229,9 +236,8 @@ class FusedPlan:
 
 MODEL_FIELDS = (
     "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm", "rotary", "talker_table", "tables",
-    "embeds", "input_words", "hidden_words", "mixed", "activated", "inputs", "input_squares", "hidden",
-    "hidden_squares", "queries", "keys", "values", "logits", "laws", "draft_logits", "draft_laws", "picks", "drafts",
-    "last", "states", "counter", "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
+    "exchange", "hidden", "keys", "values", "laws", "draft_laws", "picks", "drafts", "last", "states", "counter",
+    "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
 )  # fmt: skip
 """The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
 
@@ -291,31 +297,24 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
 def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return shape and dtype of the kernel's working memory for a batch and a number of drafts."""
     d, groups = plan.spec.decoder, plan.spec.num_code_groups
-    columns = batch * max(drafts + 1, MAX_VERIFY_SIZE)
-    cache = (d.num_hidden_layers, plan.max_batch, groups, d.num_key_value_heads * d.head_dim)
-    heads = d.num_attention_heads * d.head_dim
+    columns, heads = batch * max(drafts + 1, MAX_VERIFY_SIZE), d.num_attention_heads * d.head_dim
+    # Words of 4 bytes a value, then pairs of 8: see Exchange in the kernel.
+    words = (plan.spec.talker_hidden_size if plan.projected else 0) + 2 * d.hidden_size + heads + d.intermediate_size
+    pairs = d.hidden_size + d.hidden_size // 4 + heads + 2 * d.num_key_value_heads * d.head_dim + d.vocab_size
+    pieces = columns * (words // 4 + pairs // 2) + plan.max_batch // 2 + 1
+    cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups, d.head_dim)
     return {
-        "embeds": ((columns, plan.spec.talker_hidden_size), np.uint32),
-        "input_words": ((columns, d.hidden_size), np.uint32),
-        "hidden_words": ((columns, d.hidden_size), np.uint32),
-        "mixed": ((columns, heads), np.uint32),
-        "activated": ((columns, d.intermediate_size), np.uint32),
-        "inputs": ((columns, d.hidden_size), np.float32),
-        "input_squares": ((columns, d.hidden_size // 8), np.float32),
+        "exchange": ((pieces, 4), np.uint32),
         "hidden": ((columns, d.hidden_size), np.float32),
-        "hidden_squares": ((columns, d.hidden_size // 8), np.float32),
-        "queries": ((columns, heads), np.float32),
         "keys": (cache, np.float32),
         "values": (cache, np.float32),
-        "logits": ((columns, d.vocab_size), np.float32),
         "laws": ((columns, d.vocab_size), np.float32),
-        "draft_logits": ((columns, d.vocab_size), np.float32),
         "draft_laws": ((columns, d.vocab_size), np.float32),
         "picks": ((columns,), np.int32),
         "drafts": ((columns,), np.int32),
         "last": ((batch,), np.int32),
         "states": ((batch,), np.int32),
-        "counter": ((1,), np.uint32),
+        "counter": ((2,), np.uint32),
     }
 
 
@@ -488,7 +487,7 @@ class FusedSession:
             self.device.download(held, source)
             self.device.synchronize()
             moved = np.zeros_like(held)
-            moved[:, : len(rows)] = held[:, rows]
+            moved[:, : len(rows)] = held[:, rows, :1]  # another batch has another number of copies
             self.device.upload(target, moved)
             self.device.synchronize()
 
