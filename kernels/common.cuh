@@ -12,7 +12,7 @@ typedef unsigned short u16;
 // PARTICIPANTS, where it is defined: only so many of a block's threads take part in its barriers, the first ones.
 #ifdef PARTICIPANTS
 #ifdef HOST_SHIM
-__device__ __forceinline__ void sync_participants() { shim::barrier_of(PARTICIPANTS); }
+__device__ __forceinline__ void sync_participants() { shim::barrier_of(PARTICIPANTS, 1); }
 #else
 __device__ __forceinline__ void sync_participants() { asm volatile("bar.sync 1, %0;" ::"n"(PARTICIPANTS) : "memory"); }
 #endif

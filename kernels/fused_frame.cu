@@ -9,7 +9,7 @@
 //          position i of a row; W <= 8, B <= MAX_BATCH. Positions of a row follow one another; a negative one: there is
 //          none, nor any behind it.
 //          keys and values [LAYERS, MAX_BATCH, MAX_COPIES, KV_HEADS, G, HEAD_DIM] f32, as attention wants them.
-// Launch   cooperative, grid (CTAS), block THREADS + 32, SHARED_BYTES of dynamic shared memory. counter[2] must be 0.
+// Launch   cooperative, grid (CTAS), block THREADS + HELPERS, SHARED_BYTES of dynamic shared memory. counter[2] must be 0.
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
 //
 // Every product is a [16 x 16] x [16 x 8] tensor-core product whose 16 rows are 8 positions twice: the high and the low
@@ -22,7 +22,10 @@
 // Blocks do not meet at barriers between the products: what one tells another brings its own tag, and who needs it loads
 // it until the tag is the one that is due (see Exchange).
 //
-// Weights do not depend on activations: one warp more than THREADS streams them through a ring in shared memory, while
+// Of a block's warps the first THREADS / 32 multiply, attend and pick, the next ADDERS add the slices up and store them,
+// while the others are at the next matrix already, and the last one streams.
+//
+// Weights do not depend on activations: the last warp streams them through a ring in shared memory, while
 // others wait, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what queues in
 // the memory system stands before the activations, which everyone waits for.
 
@@ -55,6 +58,7 @@ __device__ __forceinline__ uint4 split_four(float4 four) {
 // --------------------------------------------------------------------------------------------------------------- sizes
 
 constexpr int WARPS_A_BLOCK = THREADS / 32;
+constexpr int ADDERS = HELPERS / 32 - 1;
 constexpr int TILE = 8;  // positions of one tensor-core product
 constexpr int MAX_WIDTH = 8;
 constexpr int Q_WIDTH = HEADS * HEAD_DIM, KV_WIDTH = KV_HEADS * HEAD_DIM;
@@ -62,7 +66,7 @@ constexpr int MAX_COLUMNS = MAX_BATCH * MAX_WIDTH;
 
 static_assert(H % 32 == 0 && HT % 32 == 0 && INTER % 32 == 0 && Q_WIDTH % 32 == 0, "widths are multiples of 32");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 128 && HEADS % KV_HEADS == 0 && G <= 33, "heads and depths");
-static_assert(WARPS_A_BLOCK % 4 == 0 && THREADS <= 512, "THREADS");
+static_assert(WARPS_A_BLOCK % 4 == 0 && THREADS <= 512 && ADDERS > 0, "THREADS and HELPERS");
 static_assert(2 * LAYERS < 16, "tags of words count to 16");
 static_assert(CTAS >= MAX_BATCH && MAX_BATCH <= TILE, "a block a row");
 
@@ -120,10 +124,9 @@ constexpr int FEW_COLUMNS = 2;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
 static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
-// What the warps of a block add up, and the statistics of RMSNorm.
+// What is to be added up: of each warp, position and row.
 struct Sums {
   alignas(16) float part[WARPS_A_BLOCK][TILE][MOST_ROWS + PADDING];
-  float inverse[TILE];  // root of the mean square of each position
 };
 
 // A block's part of a matrix: where it lies, in units of 16 bytes, and how much it is.
@@ -214,8 +217,9 @@ struct Block {
   Exchange exchange;
   Part body[BODY_PARTS], head;
   int body_parts;
-  // What will be used, in its order; how much was said and taken, and which chunk of the stream is the first not used up.
-  u32 queue[8], pushed, taken, consumed;
+  // What will be used, in its order, and how much was said and taken.
+  u32 queue[8], pushed, taken;
+  alignas(16) u32 used[WARPS_A_BLOCK];  // of each warp: the chunks of the stream that it is done with
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
   // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
@@ -227,7 +231,7 @@ struct Block {
   u32 target, picked;  // of the two barriers
   u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
-  Sums sums[2];  // in turn: a warp may be one product ahead
+  Sums sums[2];  // in turn
   union Scratch {
     __device__ Scratch() {}
     Attention attention;
@@ -248,27 +252,28 @@ __device__ __forceinline__ bool has_arrived(Block& block, u32 chunk) {
   return arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1);
 }
 
-// The warp that streams: copies parts chunk by chunk, in the order of the queue, and not faster than memory gives them: what
-// is ordered too early stands before what others wait for. With the copy engine one lane does it.
+// The warp that streams: copies parts chunk by chunk, in the order of the queue. With the copy engine one lane does it.
 struct Producer {
   Block& block;
   char* ring;
-  u32 issued = 0, slot = 0, last = 0;  // slot of the next chunk, and when the last one was ordered
-  u32 oldest = 0, oldest_parity = 0;               // of the oldest on its way
+  u32 issued = 0, slot = 0;           // the next chunk
+  u32 oldest = 0, oldest_parity = 0;  // of the oldest on its way
+  u32 used = 0;                       // chunks that all are done with
 
+  __device__ __forceinline__ void look() {
+    used = issued;
+#pragma unroll
+    for (int i = 0; i < WARPS_A_BLOCK; i++) used = min(used, load_changing(&block.used[i]));
+  }
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
     for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
-      while (issued - load_changing(&block.consumed) >= CHUNKS) {
-      }
+      while (issued - used >= CHUNKS) look();
       if (issued >= IN_FLIGHT) {
         while (!arrived_by(&block.arrival[oldest], oldest_parity)) {
         }
         if (++oldest == CHUNKS) oldest = 0, oldest_parity ^= 1;
       }
-      while (clocks() - last < CLOCKS_A_CHUNK && !ON_HOST) {
-      }
-      last = clocks();
       const u32 bytes = min(part.bytes - at, u32(CHUNK_BYTES));
       if (BULK_COPIES) copy_bulk(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
       else copy_lanes(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
@@ -323,30 +328,33 @@ struct Stream {
     *static_cast<volatile u32*>(&block.pushed) = block.pushed + 1;
   }
 
+  __device__ __forceinline__ bool adds() const { return warp >= WARPS_A_BLOCK; }
+
   // Waits for the warp's share of the part of a matrix; the lane's place in it.
   template <class P>
   __device__ __forceinline__ Share wait() const {
-    const u32 begin = warp * P::WARP_BYTES;
-    u32 place = slot + begin / CHUNK_BYTES, turned = parity;
-    constexpr int MOST = (P::WARP_BYTES - 1) / CHUNK_BYTES + (P::WARP_BYTES % CHUNK_BYTES ? 2 : 1);
-    if (place >= CHUNKS) place -= CHUNKS, turned ^= 1;
-    const u32 start = place * CHUNK_BYTES + begin % CHUNK_BYTES;
-#pragma unroll
-    for (int i = 0; i < MOST; i++) {
-      if (i * CHUNK_BYTES < begin % CHUNK_BYTES + P::WARP_BYTES)
-        while (!arrived_by(&block.arrival[place], turned)) {
-        }
-      if (++place == CHUNKS) place = 0, turned ^= 1;
+    const u32 begin = warp * P::WARP_BYTES, within = begin % CHUNK_BYTES;
+    const u32 place = slot + begin / CHUNK_BYTES, start = (place < CHUNKS ? place : place - CHUNKS) * CHUNK_BYTES + within;
+    // A lane a chunk.
+    const u32 mine = place + lane_id(), turned = mine < CHUNKS ? parity : parity ^ 1;
+    u64* const arrival = &block.arrival[mine < CHUNKS ? mine : mine - CHUNKS];
+    const bool needed = lane_id() * CHUNK_BYTES < within + P::WARP_BYTES;
+    while (__any_sync(ALL_LANES, needed && !arrived_by(arrival, turned))) {
     }
+    __syncwarp();
     return {ring + start + lane_id() * 16, RING_BYTES - start};
   }
 
-  // All threads, behind a barrier: the part has been used.
+  // On to the next part; and, of one who multiplies: the share of this one has been read.
   template <class P>
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void advance() {
     chunk += P::PART_CHUNKS, slot += P::PART_CHUNKS;
     if (slot >= CHUNKS) slot -= CHUNKS, parity ^= 1;
-    if (threadIdx.x == 0) *static_cast<volatile u32*>(&block.consumed) = chunk;
+  }
+  template <class P>
+  __device__ __forceinline__ void done() const {
+    __syncwarp();
+    if (lane_id() == 0) *static_cast<volatile u32*>(&block.used[warp]) = chunk + P::PART_CHUNKS;
   }
 };
 
@@ -372,7 +380,14 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
   block.head = part_of<Head>(HEADS_AT);
 }
 
-// A barrier of all threads of the grid but those that stream: plain loads behind it see what was stored before it, by any
+// Barriers of a block: of those who multiply (__syncthreads), of them and those who add, and two for each of the sums:
+// whether it is full, and whether it is empty.
+constexpr int TEAM = THREADS + ADDERS * 32;
+__device__ __forceinline__ void sync_team() { named_sync(2, TEAM); }
+__device__ __forceinline__ int full(int turn) { return 3 + turn; }
+__device__ __forceinline__ int empty(int turn) { return 5 + turn; }
+
+// A barrier of all threads of the grid that multiply: plain loads behind it see what was stored before it, by any
 // block.
 __device__ __forceinline__ void grid_barrier(Block& block) {
   __syncthreads();
@@ -433,113 +448,103 @@ __device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* sq
   if (out % 8 == 0) store_single(squares, out / 8, eight, use);
 }
 
-// All threads of the grid: each block's rows of a matrix times `tiles` tiles of columns. Before the columns are waited for,
-// what does not depend on other blocks is done: addresses, residuals and, as far as there are registers, the weights.
+// What a product is made of, for those who multiply and those who add:
 // Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; const uint4* row(int column): where its
 //        IN split values will be; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
 //        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
 //        store(const Place&, float4 sums, bool valid), all lanes. The result of a paired matrix is silu(first) times
 //        second.
+
+// A warp that multiplies: its slice of the inner dimension, for one tile. Before the columns are waited for, as many weights
+// as there are registers for are in them.
 template <class P, class Task>
-__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
-  if (!P::mine()) return;
+__device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, int tile, u32 wanted, bool last, const Task& task) {
   const int quarter = lane_id() & 3, spot = lane_id() >> 2, warp = stream.warp;
-  constexpr int SLICE = P::UNITS * 32, OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4;
+  constexpr int SLICE = P::UNITS * 32;
   constexpr int SPARE = REGISTERS_FOR_OPERANDS / 4 - P::UNITS * 2;
   constexpr int EARLY = SPARE < 0 ? 0 : SPARE / P::GROUPS < P::UNITS ? SPARE / P::GROUPS : P::UNITS;
   constexpr bool EVEN = P::IN % (WARPS_A_BLOCK * 32) == 0;
   const int units = EVEN ? P::UNITS : min(max((P::IN - warp * SLICE) / 32, 0), P::UNITS);  // of this warp
   const WordTag tag = task.tag();
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; tile++) {
-    const u32 wanted = task.wanted(tile);  // the same for a whole block
-    const int place = int(threadIdx.x) / FOURS, local = int(threadIdx.x) % FOURS * 4, out = blockIdx.x * OUTS + local;
-    const bool mine = place < TILE && (wanted >> place & 1) && out < LAST;
-    Sums& sums = block.sums[stream.turn];
-    typename Task::Place early = {};
-    if (mine) early = task.place(tile * TILE + place, out);
-    if (wanted) {
-      // Lanes of a column that there is not take another one's values: their sums go nowhere.
-      const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
-      const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
-      // A warp a column, as far as there are warps; of the others below.
-      const bool squaring = Task::NORMED && (wanted >> warp & 1) && warp < TILE;
-      const uint4* squares = nullptr;
-      if constexpr (Task::NORMED) squares = squaring ? task.squares(tile * TILE + warp) : nullptr;
-      const Share weights = stream.wait<P>();
-      uint4 held[EARLY ? EARLY * P::GROUPS : 1];
+  // Lanes of a column that there is not take another one's values: their sums go nowhere.
+  const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
+  const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
+  const Share weights = stream.wait<P>();
+  uint4 held[EARLY ? EARLY * P::GROUPS : 1];
 #pragma unroll
-      for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = weights.load(i * 512);
+  for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = weights.load(i * 512);
+  if (EARLY == P::UNITS && last) stream.done<P>();
 
-      uint4 words[P::UNITS * 2];
-      MeanSquare square;
-      u32 polls = 0;
-      // Of many columns one word is waited for first: all of them, again and again, would fill the memory system.
-      if (__popc(wanted) > FEW_COLUMNS && units > 0)
-        while (__any_sync(ALL_LANES, tag.stale(load_whole(row)))) poll_again(polls);
-      for (;;) {
-        u32 missing = 0, late = 0;
+  uint4 words[P::UNITS * 2];
+  u32 polls = 0;
+  // Of many columns one word is waited for first: all of them, again and again, would fill the memory system.
+  if (__popc(wanted) > FEW_COLUMNS && units > 0)
+    while (__any_sync(ALL_LANES, tag.stale(load_whole(row)))) poll_again(polls);
+  for (;;) {
+    u32 missing = 0;
 #pragma unroll
-        for (int i = 0; i < P::UNITS * 2; i++) words[i] = EVEN || i / 2 < units ? load_whole(row + i / 2 * 8 + i % 2) : tag.blank();
-        if constexpr (Task::NORMED)
-          if (squaring) late = square.load(squares, task.use());
+    for (int i = 0; i < P::UNITS * 2; i++) words[i] = EVEN || i / 2 < units ? load_whole(row + i / 2 * 8 + i % 2) : tag.blank();
 #pragma unroll
-        for (int i = 0; i < P::UNITS * 2; i++) missing |= tag.difference(words[i]);
-        if (!__any_sync(ALL_LANES, (missing & WordTag::BITS) | late)) break;
-        poll_again(polls);
-      }
+    for (int i = 0; i < P::UNITS * 2; i++) missing |= tag.difference(words[i]);
+    if (!__any_sync(ALL_LANES, missing & WordTag::BITS)) break;
+    poll_again(polls);
+  }
 #pragma unroll
-      for (int i = 0; i < P::UNITS * 2; i++) WordTag::remove(words[i]);
+  for (int i = 0; i < P::UNITS * 2; i++) WordTag::remove(words[i]);
 
-      // Sums that do not wait for each other.
-      constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
-      float acc[P::GROUPS][CHAINS][4] = {};
+  // Sums that do not wait for each other.
+  constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
+  float acc[P::GROUPS][CHAINS][4] = {};
 #pragma unroll
-      for (int u = 0; u < P::UNITS; u++) {
-        const uint4 a = words[u * 2], b = words[u * 2 + 1];
+  for (int u = 0; u < P::UNITS; u++) {
+    const uint4 a = words[u * 2], b = words[u * 2 + 1];
 #pragma unroll
-        for (int g = 0; g < P::GROUPS; g++) {
-          const uint4 w = u < EARLY ? held[u * P::GROUPS + g] : weights.load((u * P::GROUPS + g) * 512);
-          tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
-          tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
-        }
-      }
-      const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
-#pragma unroll
-      for (int g = 0; g < P::GROUPS; g++) {
-        float2 both = make_float2(0, 0);
-#pragma unroll
-        for (int c = 0; c < CHAINS; c++)
-          both.x += acc[g][c][0] * scale + acc[g][c][2] * low, both.y += acc[g][c][1] * scale + acc[g][c][3] * low;
-        *reinterpret_cast<float2*>(&sums.part[warp][spot][g * 8 + quarter * 2]) = both;
-      }
-      if constexpr (Task::NORMED) {
-        if (squaring) sums.inverse[warp] = square.inverse_root();
-        for (int i = warp + WARPS_A_BLOCK; i < TILE; i += WARPS_A_BLOCK) {
-          if (!(wanted >> i & 1)) continue;
-          MeanSquare other;
-          other.wait_for(task.squares(tile * TILE + i), task.use());
-          sums.inverse[i] = other.inverse_root();
-        }
-      }
+    for (int g = 0; g < P::GROUPS; g++) {
+      const uint4 w = u < EARLY ? held[u * P::GROUPS + g] : weights.load((u * P::GROUPS + g) * 512);
+      tensor_product(WEIGHT(), acc[g][u * 2 % CHAINS], a.x, a.y, a.z, a.w, w.x, w.y);
+      tensor_product(WEIGHT(), acc[g][(u * 2 + 1) % CHAINS], b.x, b.y, b.z, b.w, w.z, w.w);
     }
-    if (!wanted && tile < tiles - 1) continue;
-    __syncthreads();
-    stream.turn ^= 1;
-    if (tile == tiles - 1) stream.release<P>();
+  }
+  if (EARLY < P::UNITS && last) stream.done<P>();
+  const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
+  named_sync(empty(stream.turn), TEAM);
+#pragma unroll
+  for (int g = 0; g < P::GROUPS; g++) {
+    float2 both = make_float2(0, 0);
+#pragma unroll
+    for (int c = 0; c < CHAINS; c++)
+      both.x += acc[g][c][0] * scale + acc[g][c][2] * low, both.y += acc[g][c][1] * scale + acc[g][c][3] * low;
+    *reinterpret_cast<float2*>(&sums.part[warp][spot][g * 8 + quarter * 2]) = both;
+  }
+  named_arrive(full(stream.turn), TEAM);
+}
+
+// A warp that adds: a column of each ADDERS is its own, and the same lane always has the same four rows of Out and Down.
+template <class P, class Task>
+__device__ __forceinline__ void add_tile(const Stream& stream, const Sums& sums, int tile, u32 wanted, const Task& task) {
+  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS;
+  bool waited = false;
 #pragma unroll 1
-    for (int first = 0; first < TILE * FOURS; first += THREADS) {  // once, but for wide parts on few threads
-      const int index = first + int(threadIdx.x), column = index / FOURS, at = index % FOURS * 4;
-      bool valid = mine;
-      if (first > 0) {
-        const int behind = blockIdx.x * OUTS + at;
-        valid = column < TILE && (wanted >> column & 1) && behind < LAST;
-        if (valid) early = task.place(tile * TILE + column, behind);
+  for (int place = stream.warp - WARPS_A_BLOCK; place < TILE; place += ADDERS) {
+    if (!(wanted >> place & 1)) continue;
+    const int column = tile * TILE + place;
+#pragma unroll 1
+    for (int first = 0; first < OUTS; first += 128) {
+      const int local = first + lane_id() * 4, out = blockIdx.x * OUTS + local;
+      const bool valid = local < OUTS && out < LAST;
+      typename Task::Place early = {};
+      if (valid) early = task.place(column, out);
+      float inverse = 1;
+      if constexpr (Task::NORMED) {
+        MeanSquare square;
+        square.wait_for(task.squares(column), task.use());
+        inverse = square.inverse_root();
       }
-      if (!__any_sync(ALL_LANES, valid)) continue;
+      if (!waited) named_sync(full(stream.turn), TEAM);
+      waited = true;
       float4 total = make_float4(0, 0, 0, 0);
       if (valid) {
-        const float* from = &sums.part[0][column][P::PAIRED ? at / 8 * 16 + at % 8 : at];
+        const float* from = &sums.part[0][place][P::PAIRED ? local / 8 * 16 + local % 8 : local];
         constexpr int STEP = sizeof(sums.part[0]) / sizeof(float);
         float4 up = total;
 #pragma unroll
@@ -547,15 +552,35 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
           total = sum(total, four_at(from + w * STEP));
           if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
         }
-        if (Task::NORMED) total = scaled(total, sums.inverse[column]);
+        if (Task::NORMED) total = scaled(total, inverse);
         if (P::PAIRED) {
-          up = scaled(up, sums.inverse[column]);
+          up = scaled(up, inverse);
           total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
         }
       }
       task.store(early, total, valid);
     }
   }
+  if (!waited) named_sync(full(stream.turn), TEAM);
+  named_arrive(empty(stream.turn), TEAM);
+}
+
+// All who multiply or add: each block's rows of a matrix times `tiles` tiles of columns.
+template <class P, class Task>
+__device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
+  if (!P::mine()) return;
+  bool left = true;  // something to be done with this part
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; tile++) {
+    const u32 wanted = task.wanted(tile);
+    if (!wanted) continue;
+    left = tile < tiles - 1;
+    if (stream.adds()) add_tile<P>(stream, block.sums[stream.turn], tile, wanted, task);
+    else multiply_tile<P>(stream, block.sums[stream.turn], tile, wanted, !left, task);
+    stream.turn ^= 1;
+  }
+  if (left && !stream.adds()) stream.done<P>();
+  stream.advance<P>();
 }
 
 template <bool NORMED_>
@@ -725,7 +750,7 @@ struct LanePart {
   }
 };
 
-// All threads of the grid. A row and a head of keys is always the same blocks': `copies` of them, which keep those keys and
+// All who multiply. A row and a head of keys is always the same blocks': `copies` of them, which keep those keys and
 // values each to itself, and share the queries. Four warps a query: softmax over the positions up to its own.
 __device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int batch, int width, int copies) {
   using A = Attention;
@@ -733,9 +758,8 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
   const int team = stream.warp / 4, member = stream.warp % 4, thread = threadIdx.x % 128, lane = lane_id(), tasks = KV_HEADS * copies;
   const float* gains = block.head_norm + layer * 2 * HEAD_DIM;
   const u32 use = stream.uses.layer;
-  const int behind = int(blockIdx.x) - layer * MAX_BATCH * tasks % CTAS;
 #pragma unroll 1
-  for (int task = behind < 0 ? behind + CTAS : behind; task < batch * tasks; task += CTAS) {
+  for (int task = CTAS - 1 - int(blockIdx.x); task < batch * tasks; task += CTAS) {
     const int row = task / tasks, kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column];
     if (begin < 0) continue;
     int count = 1;
@@ -846,7 +870,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   for (int layer = 0; layer < LAYERS; layer++) {
     uses.layer++;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer == 0});
-    attend(block, stream, layer, batch, width, copies);
+    if (!stream.adds()) attend(block, stream, layer, batch, width, copies);
     multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
@@ -876,12 +900,13 @@ constexpr int PLACES = (MAX_COLUMNS + 31) / 32 * 32;
 
 // All threads of the grid: the state that the kernel begins with.
 __device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, int columns, bool projected) {
-  constexpr int ALL = THREADS + 32;
+  constexpr int ALL = THREADS + HELPERS;
   u64* words = reinterpret_cast<u64*>(&block.model);
   for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += ALL) words[i] = addresses[i];
   for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
   arrivals_ready();
-  if (threadIdx.x == 0) block.target = block.picked = block.pushed = block.taken = block.consumed = 0, list_body(block, projected);
+  if (threadIdx.x == 0) block.target = block.picked = block.pushed = block.taken = 0, list_body(block, projected);
+  if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
   sync_block();
   if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, columns);
   for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
@@ -890,10 +915,15 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   sync_block();
 }
 
-// All threads of the grid but those that stream: no piece has a tag.
-__device__ __forceinline__ void clear_exchange(Block& block) {
-  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < block.exchange.pieces; i += CTAS * THREADS) block.model.exchange[i] = make_uint4(0, 0, 0, 0);
-  grid_barrier(block);
+// All but those that stream: no piece has a tag, and no sums are full.
+__device__ __forceinline__ void clear_exchange(Block& block, const Stream& stream) {
+  if (stream.adds()) {
+    named_arrive(empty(0), TEAM), named_arrive(empty(1), TEAM);
+  } else {
+    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < block.exchange.pieces; i += CTAS * THREADS) block.model.exchange[i] = make_uint4(0, 0, 0, 0);
+    grid_barrier(block);
+  }
+  sync_team();
 }
 
 // All threads of a block: stores a row that enters the decoder in a pass; `four_of` gives the values i to i + 3.
@@ -1005,9 +1035,9 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses& uses, int entr
   }
 }
 
-// All threads of a block: where the rows stand, and the columns of the next round. Sets `finished`.
+// All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
 __device__ __forceinline__ void plan_round(Block& block, int batch, int drafts, int round) {
-  __syncthreads();  // whoever read the plan before
+  sync_team();  // whoever read the plan before
   if (int(threadIdx.x) < batch) {
     const int row = threadIdx.x;
     if (round == 1) {
@@ -1027,14 +1057,14 @@ __device__ __forceinline__ void plan_round(Block& block, int batch, int drafts, 
     }
   }
   if (threadIdx.x == 0) block.finished = 1;
-  __syncthreads();
+  sync_team();
   const int width = drafts + 1;
-  for (int i = threadIdx.x; i < PLACES; i += THREADS) {
+  for (int i = threadIdx.x; i < PLACES; i += TEAM) {
     const int row = i / width, offset = i % width, last = row < batch ? block.last[row] : G;
     place_column(block, i, last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1);
     if (last < G - 1) block.finished = 0;
   }
-  __syncthreads();
+  sync_team();
 }
 
 // All lanes: the heads that the columns of a pass need.
@@ -1045,28 +1075,28 @@ __device__ __forceinline__ u32 set_of_targets(const Block& block, int columns) {
   return warp_or(heads);
 }
 
-// All threads of a block: the heads of the pass, each column its own; returns the set.
+// All of a block who multiply or add: the heads of the pass, each column its own; returns the set.
 __device__ __forceinline__ u32 list_target_heads(Block& block, int columns) {
-  __syncthreads();  // whoever read the list before
-  for (int i = threadIdx.x; i < columns; i += THREADS) block.head_of[i] = block.position[i] - 1, block.source_of[i] = i;
-  __syncthreads();
+  sync_team();  // whoever read the list before
+  for (int i = threadIdx.x; i < columns; i += TEAM) block.head_of[i] = block.position[i] - 1, block.source_of[i] = i;
+  sync_team();
   return set_of_targets(block, columns);
 }
 
-// All threads of a block: the heads of the drafts, several for the state of a row's last committed code.
+// All of a block who multiply or add: the heads of the drafts, several for the state of a row's last committed code.
 __device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int drafts, int width_before) {
   u32 heads = 0;
-  __syncthreads();  // whoever read the list before
+  sync_team();  // whoever read the list before
   for (int i = lane_id(); i < batch * drafts; i += 32) {
     const int row = i / drafts, wanted = block.last[row] + i % drafts, head = wanted < G - 2 ? wanted : -1;
     if (head >= 0) heads |= 1u << head;
     if (warp_id() == 0) block.head_of[i] = head, block.source_of[i] = row * width_before + block.state[row];
   }
-  __syncthreads();
+  sync_team();
   return warp_or(heads);
 }
 
-KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
+KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
@@ -1074,18 +1104,17 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
   // instructions stay where they are fetched from.
   const int cta = blockIdx.x, desk = CTAS - 1 - cta, full = drafts + 1, copies = copies_for(batch, full);
   begin(block, addresses, batch, batch * max(full, 2), true);
-  if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
+  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer{block, memory + BLOCK_BYTES}.run();
   Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
   Uses& uses = stream.uses;
   stream.push(BODY);
   stream.push(1u);
   if (desk < batch && threadIdx.x == 0) model.errors[desk] = 0x7F7F7F7F;
-  clear_exchange(block);
+  for (int i = threadIdx.x; i < PLACES; i += TEAM) place_column(block, i, i < 2 * batch ? i % 2 : -1);
+  clear_exchange(block, stream);
 
   // Prefill: the Talker's state and its code.
-  for (int i = threadIdx.x; i < PLACES; i += THREADS) place_column(block, i, i < 2 * batch ? i % 2 : -1);
-  __syncthreads();
-  if (desk < batch) {
+  if (desk < batch && !stream.adds()) {
     enter(block, 1, desk * 2, [&](int i) { return four_at(model.talker_hidden + desk * HT + i); });
     embed(block, 1, desk * 2 + 1, embedding(model, 0, model.codes[desk * G]));
   }
@@ -1117,6 +1146,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
       }
       const int entries = verifying ? columns : batch * drafts;
       run_heads(block, stream, heads, entries);
+      if (stream.adds()) continue;
 
       const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
       float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;
@@ -1127,7 +1157,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
         pick_entry(block, uses, entry, row, use, laws, codes, plain ? round : -1, verifying ? uses.pass + 1 : uses.pass, plain || !verifying ? place : -1);
       }
     }
-    if (plain) continue;
+    if (plain || stream.adds()) continue;
     // Those who pick tell those who accept, and these tell all.
     const int picking = min(columns, CTAS);
     __syncthreads();
@@ -1146,6 +1176,7 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
     }
   }
 
+  if (stream.adds()) return;
   stream.push(STOP);
   grid_barrier(block);
   // The Talker's next input, added in the order of the depths.
@@ -1163,21 +1194,23 @@ KERNEL __launch_bounds__(THREADS + 32, 1) fused_frame(const u64* addresses, int 
 
 // One pass over rows that are given: inputs [B, W, H] f32 at positions [B, W] (negative: none), W <= 8; out: states
 // [B, W, H] f32, after the final norm.
-KERNEL __launch_bounds__(THREADS + 32, 1) fused_pass(const u64* addresses, const float* inputs, const int* positions, float* states, int batch, int width) {
+KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, const float* inputs, const int* positions, float* states, int batch, int width) {
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const int columns = batch * width;
   begin(block, addresses, batch, columns, false);
-  if (warp_id() == WARPS_A_BLOCK) return Producer{block, memory + BLOCK_BYTES}.run();
+  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer{block, memory + BLOCK_BYTES}.run();
   Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
-  for (int i = threadIdx.x; i < PLACES; i += THREADS) place_column(block, i, i < columns ? positions[i] : -1);
+  for (int i = threadIdx.x; i < PLACES; i += TEAM) place_column(block, i, i < columns ? positions[i] : -1);
   stream.push(BODY);
   stream.push(STOP);
-  clear_exchange(block);
+  clear_exchange(block, stream);
   stream.uses.pass = 1;
-  for (int column = blockIdx.x; column < columns; column += CTAS)
+  for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
   run_pass<false>(block, stream, batch, width, copies_for(batch, MAX_COPIES));
+  sync_team();
+  if (stream.adds()) return;
   grid_barrier(block);
 #pragma unroll 1
   for (int column = blockIdx.x * WARPS_A_BLOCK + warp_id(); column < columns; column += CTAS * WARPS_A_BLOCK) {

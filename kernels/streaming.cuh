@@ -4,14 +4,14 @@
 
 #ifdef HOST_SHIM
 #define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
-#define ON_HOST 1
 #define BULK_COPIES 1
 __device__ __forceinline__ void arrival_init(u64* arrival, u32) { *arrival = 0; }
 __device__ __forceinline__ void arrivals_ready() {}
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
 __device__ __forceinline__ void sync_block() { shim::block_barrier(); }
-__device__ __forceinline__ u32 clocks() { return 0; }
+__device__ __forceinline__ void named_sync(int barrier, int threads) { shim::barrier_of(threads, barrier); }
+__device__ __forceinline__ void named_arrive(int barrier, int threads) { shim::arrive_at(threads, barrier); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { shim::copy_later(to, from, bytes, reinterpret_cast<uint64_t*>(arrival)); }
 __device__ __forceinline__ bool arrived_by(u64* arrival, u32 parity) { if ((*arrival & 1) == parity) shim::spin(); return (*arrival & 1) != parity; }
 __device__ __forceinline__ void copy_lanes(char*, const char*, u32, u64*) {}
@@ -31,7 +31,6 @@ template <class T>
 __device__ __forceinline__ void tensor_product(T, float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { shim_tensor_product<T>(sums, a0, a1, a2, a3, b0, b1); }
 #else
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
-#define ON_HOST 0
 #define BULK_COPIES (__CUDA_ARCH__ >= 900)
 // The copy engine: one thread orders any number of bytes, whose arrival flips the parity of a barrier.
 __device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvta_generic_to_shared(of)); }
@@ -39,7 +38,8 @@ __device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm v
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
-__device__ __forceinline__ u32 clocks() { u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now)); return now; }
+__device__ __forceinline__ void named_sync(int barrier, int threads) { __syncwarp(); asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int barrier, int threads) { __syncwarp(); asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 #if BULK_COPIES
 __device__ __forceinline__ void arrivals_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void copy_bulk(char* to, const char* from, u32 bytes, u64* arrival) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%3], %2; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrival)) : "memory"); }

@@ -37,10 +37,10 @@ _RESERVED_BYTES = 4096
 """Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
 _SELECT_BYTES = 12288
 CHUNK_BYTES = 4096
-IN_FLIGHT = 8
-"""Chunks of a block that are on their way at a time: more would stand in the way of what is waited for."""
-STREAMING_THREADS = 32
-CLOCKS_A_CHUNK = 220
+IN_FLIGHT = 24
+"""Chunks of a block that are on their way at a time."""
+HELPERS = 128
+"""Threads of a block that add up and stream."""
 MAX_COPIES = 8
 """Blocks that keep the same keys and values, at most, each its own copy."""
 
@@ -162,7 +162,7 @@ class FusedPlan:
         """
         products, warps = list(self.products.values()), self.threads // 32
         rows = max(product.groups for product in products) * 8
-        sums = 2 * (warps * 8 * (rows + _PADDING) + 8) * 4
+        sums = 2 * warps * 8 * (rows + _PADDING) * 4
         d = self.spec.decoder
         vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
         attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
@@ -185,8 +185,8 @@ class FusedPlan:
             "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
-            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "CLOCKS_A_CHUNK": str(CLOCKS_A_CHUNK),
-            "PARTICIPANTS": str(self.threads),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)),
+            "PARTICIPANTS": str(self.threads), "HELPERS": str(HELPERS),
             "MAX_BATCH": str(self.max_batch), "MAX_COPIES": str(MAX_COPIES),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
@@ -194,7 +194,7 @@ class FusedPlan:
 
     def call(self, kernel: str, arguments: tuple[Any, ...]) -> Call:
         """Return the launch of ``fused_frame`` or ``fused_pass``."""
-        threads = self.threads + STREAMING_THREADS
+        threads = self.threads + HELPERS
         return Call(kernel, (self.blocks, 1, 1), threads, arguments, self.shared_bytes, cooperative=True)
 
     def refusal(self) -> str | None:

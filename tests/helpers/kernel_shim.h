@@ -38,6 +38,7 @@ struct Fiber {
   jmp_buf context;
   ucontext_t start;
   State state;
+  unsigned barrier;
 };
 
 struct Warp {
@@ -67,7 +68,7 @@ struct Group {
   std::vector<char> shared;  // dynamic
   char* stacks = nullptr;
   size_t stack_count = 0;
-  unsigned at_block = 0, at_part = 0, exited = 0;
+  unsigned at_block = 0, at_part[16] = {}, exited = 0;
   int any = 0, any_result = 0;
 };
 
@@ -125,13 +126,18 @@ inline void block_barrier() {
   if (group->fibers[current].state == AT_BLOCK) suspend(AT_BLOCK);
 }
 
-// A barrier of some of the block's threads.
-inline void barrier_of(unsigned threads) {
-  group->fibers[current].state = AT_PART;
-  if (++group->at_part < threads) return suspend(AT_PART);
-  group->at_part = 0;
+// A barrier of some of the block's threads: who arrives, and who waits for that.
+inline void arrive_at(unsigned threads, unsigned barrier) {
+  if (++group->at_part[barrier] < threads) return;
+  group->at_part[barrier] = 0;
   for (Fiber& fiber : group->fibers)
-    if (fiber.state == AT_PART) fiber.state = READY;
+    if (fiber.state == AT_PART && fiber.barrier == barrier) fiber.state = READY;
+}
+inline void barrier_of(unsigned threads, unsigned barrier) {
+  Fiber& self = group->fibers[current];
+  self.state = AT_PART, self.barrier = barrier;
+  arrive_at(threads, barrier);
+  if (self.state == AT_PART) suspend(AT_PART);
 }
 
 // All 32 lanes meet; returns what each brought. Two generations alternate, so a lane may run one ahead.
@@ -185,7 +191,8 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
   one.warps.assign((threads + 31) / 32, Warp{});
   one.started.assign(threads, false);
   one.shared.assign(shared_bytes + 128, char(0xA5));
-  one.at_block = one.at_part = one.exited = one.any = 0;
+  one.at_block = one.exited = one.any = 0;
+  for (unsigned& count : one.at_part) count = 0;
   poison_shared();
   for (unsigned i = 0; i < threads; i++) {
     getcontext(&one.fibers[i].start);
