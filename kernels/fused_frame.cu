@@ -67,7 +67,6 @@ constexpr int MAX_COLUMNS = MAX_BATCH * MAX_WIDTH;
 static_assert(H % 32 == 0 && HT % 32 == 0 && INTER % 32 == 0 && Q_WIDTH % 32 == 0, "widths are multiples of 32");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 128 && HEADS % KV_HEADS == 0 && G <= 33, "heads and depths");
 static_assert(WARPS_A_BLOCK % 4 == 0 && THREADS <= 512 && ADDERS > 0, "THREADS and HELPERS");
-static_assert(2 * LAYERS < 16, "tags of words count to 16");
 static_assert(CTAS >= MAX_BATCH && MAX_BATCH <= TILE, "a block a row");
 
 // Addresses, in the order of MODEL_FIELDS in trt_cpspec/fused.py.
@@ -124,9 +123,10 @@ constexpr int FEW_COLUMNS = 2;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
 static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
-// What is to be added up: of each warp, position and row.
+// What is to be added up: of each warp, position and row; and what it is normed by.
 struct Sums {
   alignas(16) float part[WARPS_A_BLOCK][TILE][MOST_ROWS + PADDING];
+  float inverse[TILE];  // root of the mean square of each position
 };
 
 // A block's part of a matrix: where it lies, in units of 16 bytes, and how much it is.
@@ -138,12 +138,11 @@ struct Part {
 
 // What the blocks of a grid tell each other lies here, in pieces of 16 or 8 bytes that are seen whole or not at all, each
 // with a tag. A reader loads a piece until its tag is the one of the use that is due. Words are four split values, with a
-// tag of four bits. A pair is two times a float and a tag of 32 bits, the number of the use.
+// tag of two bits. A pair is two times a float and a tag of 32 bits, the number of the use.
 //
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
-// stored something that the writer has waited for. So a reader finds an earlier use, or its own. How much earlier: a block
-// that has no rows of some matrices runs ahead of them, by less than a pass, in which words have at most 2 * LAYERS uses.
-// Uses are counted from 1, and the kernel begins by clearing.
+// stored something that the writer has waited for. A block that has no rows of a matrix waits for a piece of its columns
+// all the same. So a reader finds the use before, or its own. Uses are counted from 1, and the kernel begins by clearing.
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
   uint4 *inputs, *input_squares, *hidden_squares, *attended, *logits;       // [columns, H | H / 8 | H / 8 | QKV | V], / 2
@@ -163,19 +162,19 @@ __device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns) {
   e.pieces = u32(at - start);
 }
 
-// The tag of words: the number of their use modulo 16, in the free bits of the second and the fourth word.
+// The tag of words: the number of their use modulo 4, in the free bits of the fourth word.
 struct WordTag {
   static constexpr u32 FREE = free_bit(WEIGHT()), BITS = FREE | FREE << 16;
-  u32 second, fourth;
-  __device__ __forceinline__ explicit WordTag(u32 use) : second((use & 1) * FREE | (use >> 1 & 1) * (FREE << 16)), fourth((use >> 2 & 1) * FREE | (use >> 3 & 1) * (FREE << 16)) {}
-  __device__ __forceinline__ u32 difference(const uint4& words) const { return (words.y ^ second) | (words.w ^ fourth); }
+  u32 bits;
+  __device__ __forceinline__ explicit WordTag(u32 use) : bits((use & 1) * FREE | (use >> 1 & 1) * (FREE << 16)) {}
+  __device__ __forceinline__ u32 difference(const uint4& words) const { return words.w ^ bits; }
   __device__ __forceinline__ u32 stale(const uint4& words) const { return difference(words) & BITS; }
-  __device__ __forceinline__ uint4 blank() const { return make_uint4(0, second, 0, fourth); }
+  __device__ __forceinline__ uint4 blank() const { return make_uint4(0, 0, 0, bits); }
   __device__ __forceinline__ static void remove(uint4& words) {
-    if (!harmless(WEIGHT())) words.y &= ~BITS, words.w &= ~BITS;
+    if (!harmless(WEIGHT())) words.w &= ~BITS;
   }
   __device__ __forceinline__ void store(uint4* to, uint4 words) const {
-    words.y = (words.y & ~BITS) | second, words.w = (words.w & ~BITS) | fourth;
+    words.w = (words.w & ~BITS) | bits;
     store_whole(to, words);
   }
 };
@@ -268,7 +267,10 @@ struct Producer {
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
     for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
-      while (issued - used >= CHUNKS) look();
+      while (issued - used >= CHUNKS) {
+        look();
+        if (issued - used >= CHUNKS) rest();
+      }
       if (issued >= IN_FLIGHT) {
         while (!arrived_by(&block.arrival[oldest], oldest_parity)) {
         }
@@ -285,8 +287,7 @@ struct Producer {
   __device__ __forceinline__ void run() {
     if (BULK_COPIES && lane_id() != 0) return;
     for (u32 taken = 0;;) {
-      while (load_changing(&block.pushed) == taken) {
-      }
+      while (load_changing(&block.pushed) == taken) rest();
       const u32 what = load_changing(&block.queue[taken % 8]);
       if (!BULK_COPIES) __syncwarp();
       *static_cast<volatile u32*>(&block.taken) = ++taken;
@@ -300,13 +301,12 @@ struct Producer {
   }
 };
 
-// A lane's place in the weights of its warp, which may go on at the beginning of the ring.
+// A lane's place in the weights of its warp, which may go on at the beginning of the ring, but not within a grain.
+template <class P>
 struct Share {
-  const char* at;
-  u32 left;  // bytes before the end of the ring
-  __device__ __forceinline__ uint4 load(u32 offset) const {
-    return *reinterpret_cast<const uint4*>((offset < left ? at : at - RING_BYTES) + offset);
-  }
+  static constexpr u32 GRAIN = P::WARP_BYTES % CHUNK_BYTES ? P::WARP_BYTES & -P::WARP_BYTES : CHUNK_BYTES, GRAINS = P::WARP_BYTES / GRAIN;
+  const char* grain[GRAINS];
+  __device__ __forceinline__ uint4 load(u32 offset) const { return *reinterpret_cast<const uint4*>(grain[offset / GRAIN] + offset % GRAIN); }
 };
 
 // What the other warps know of the stream: the chunk at which the next part begins.
@@ -332,7 +332,7 @@ struct Stream {
 
   // Waits for the warp's share of the part of a matrix; the lane's place in it.
   template <class P>
-  __device__ __forceinline__ Share wait() const {
+  __device__ __forceinline__ Share<P> wait() const {
     const u32 begin = warp * P::WARP_BYTES, within = begin % CHUNK_BYTES;
     const u32 place = slot + begin / CHUNK_BYTES, start = (place < CHUNKS ? place : place - CHUNKS) * CHUNK_BYTES + within;
     // A lane a chunk.
@@ -342,7 +342,13 @@ struct Stream {
     while (__any_sync(ALL_LANES, needed && !arrived_by(arrival, turned))) {
     }
     __syncwarp();
-    return {ring + start + lane_id() * 16, RING_BYTES - start};
+    Share<P> share;
+#pragma unroll
+    for (u32 i = 0; i < Share<P>::GRAINS; i++) {
+      const u32 at = start + i * Share<P>::GRAIN;
+      share.grain[i] = ring + (at < RING_BYTES ? at : at - RING_BYTES) + lane_id() * 16;
+    }
+    return share;
   }
 
   // On to the next part; and, of one who multiplies: the share of this one has been read.
@@ -380,8 +386,8 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
   block.head = part_of<Head>(HEADS_AT);
 }
 
-// Barriers of a block: of those who multiply (__syncthreads), of them and those who add, and two for each of the sums:
-// whether it is full, and whether it is empty.
+// Barriers of a block: of those who multiply (__syncthreads), of them and those who add, two for each of the sums, whether
+// it is full, and whether it is empty, and of those who add (7).
 constexpr int TEAM = THREADS + ADDERS * 32;
 __device__ __forceinline__ void sync_team() { named_sync(2, TEAM); }
 __device__ __forceinline__ int full(int turn) { return 3 + turn; }
@@ -402,9 +408,9 @@ __device__ __forceinline__ void grid_barrier(Block& block) {
 
 // ------------------------------------------------------------------------------------------------- one matrix product
 
-// One warp: the inverse root of the mean square of a row of H values, from its sums of 8 squares.
+// Eight neighbouring lanes: the inverse root of the mean square of a row of H values, from its sums of 8 squares.
 struct MeanSquare {
-  static constexpr int PIECES = H / 16, EACH = (PIECES + 31) / 32;
+  static constexpr int PIECES = H / 16, EACH = (PIECES + 7) / 8;
   uint4 pair[EACH];
 
   // Returns 0 where all squares of a use were there.
@@ -412,21 +418,19 @@ struct MeanSquare {
     u32 missing = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int piece = i * 32 + lane_id();
-      pair[i] = piece < PIECES ? load_whole(squares + piece) : make_uint4(0, use, 0, use);
-      missing |= stale(pair[i], use);
+      const int piece = i * 8 + lane_id() % 8;
+      pair[i] = PIECES % 8 == 0 || piece < PIECES ? load_whole(squares + piece) : make_uint4(0, use, 0, use);
     }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) missing |= stale(pair[i], use);
     return missing;
-  }
-  __device__ __forceinline__ void wait_for(const uint4* squares, u32 use) {
-    u32 polls = 0;
-    while (__any_sync(ALL_LANES, load(squares, use))) poll_again(polls);
   }
   __device__ __forceinline__ float inverse_root() const {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; i++) sum += __uint_as_float(pair[i].x) + __uint_as_float(pair[i].z);
-    return rsqrtf(warp_sum(sum) * (1.0f / H) + RMS_EPS);
+    for (int step = 4; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    return rsqrtf(sum * (1.0f / H) + RMS_EPS);
   }
 };
 
@@ -469,7 +473,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   // Lanes of a column that there is not take another one's values: their sums go nowhere.
   const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
   const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
-  const Share weights = stream.wait<P>();
+  const Share<P> weights = stream.wait<P>();
   uint4 held[EARLY ? EARLY * P::GROUPS : 1];
 #pragma unroll
   for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = weights.load(i * 512);
@@ -506,79 +510,85 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
     }
   }
   if (EARLY < P::UNITS && last) stream.done<P>();
-  const float scale = 1 / operand_scale(WEIGHT()), low = scale / low_scale(WEIGHT());
   named_sync(empty(stream.turn), TEAM);
 #pragma unroll
   for (int g = 0; g < P::GROUPS; g++) {
     float2 both = make_float2(0, 0);
 #pragma unroll
     for (int c = 0; c < CHAINS; c++)
-      both.x += acc[g][c][0] * scale + acc[g][c][2] * low, both.y += acc[g][c][1] * scale + acc[g][c][3] * low;
+      both.x += acc[g][c][0] + acc[g][c][2] * (1 / low_scale(WEIGHT())), both.y += acc[g][c][1] + acc[g][c][3] * (1 / low_scale(WEIGHT()));
     *reinterpret_cast<float2*>(&sums.part[warp][spot][g * 8 + quarter * 2]) = both;
   }
   named_arrive(full(stream.turn), TEAM);
 }
 
-// A warp that adds: a column of each ADDERS is its own, and the same lane always has the same four rows of Out and Down.
+// Those who add, for one tile: a thread has four rows of a column, always the same of a state. First, eight lanes a column,
+// the inverse root of its mean square.
 template <class P, class Task>
-__device__ __forceinline__ void add_tile(const Stream& stream, const Sums& sums, int tile, u32 wanted, const Task& task) {
-  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS;
+__device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int tile, u32 wanted, const Task& task) {
+  constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4, ALL = ADDERS * 32;
+  const int thread = threadIdx.x - THREADS;
+  typename Task::Place early = {};
+  if constexpr (Task::NORMED) {
+    MeanSquare square;
+    const int place = thread / 8;
+    const bool mine = place < TILE && (wanted >> place & 1);
+    const uint4* const squares = task.squares(tile * TILE + (mine ? place : __ffs(wanted) - 1));
+    u32 polls = 0;
+    while (__any_sync(ALL_LANES, square.load(squares, task.use()))) poll_again(polls);
+    const float inverse = square.inverse_root();
+    if (mine) sums.inverse[place] = inverse;
+    named_sync(7, ALL);
+  }
   bool waited = false;
 #pragma unroll 1
-  for (int place = stream.warp - WARPS_A_BLOCK; place < TILE; place += ADDERS) {
-    if (!(wanted >> place & 1)) continue;
-    const int column = tile * TILE + place;
-#pragma unroll 1
-    for (int first = 0; first < OUTS; first += 128) {
-      const int local = first + lane_id() * 4, out = blockIdx.x * OUTS + local;
-      const bool valid = local < OUTS && out < LAST;
-      typename Task::Place early = {};
-      if (valid) early = task.place(column, out);
-      float inverse = 1;
-      if constexpr (Task::NORMED) {
-        MeanSquare square;
-        square.wait_for(task.squares(column), task.use());
-        inverse = square.inverse_root();
-      }
-      if (!waited) named_sync(full(stream.turn), TEAM);
-      waited = true;
-      float4 total = make_float4(0, 0, 0, 0);
-      if (valid) {
-        const float* from = &sums.part[0][place][P::PAIRED ? local / 8 * 16 + local % 8 : local];
-        constexpr int STEP = sizeof(sums.part[0]) / sizeof(float);
-        float4 up = total;
+  for (int first = 0; first < TILE * FOURS; first += ALL) {
+    const int index = first + thread, place = index / FOURS, local = index % FOURS * 4, out = blockIdx.x * OUTS + local;
+    const bool valid = place < TILE && (wanted >> place & 1) && out < LAST;
+    if (valid) early = task.place(tile * TILE + place, out);
+    if (!waited) named_sync(full(stream.turn), TEAM);
+    waited = true;
+    float4 total = make_float4(0, 0, 0, 0);
+    if (valid) {
+      const float* from = &sums.part[0][place][P::PAIRED ? local / 8 * 16 + local % 8 : local];
+      constexpr int STEP = sizeof(sums.part[0]) / sizeof(float);
+      float4 up = total;
 #pragma unroll
-        for (int w = 0; w < WARPS_A_BLOCK; w++) {
-          total = sum(total, four_at(from + w * STEP));
-          if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
-        }
-        if (Task::NORMED) total = scaled(total, inverse);
-        if (P::PAIRED) {
-          up = scaled(up, inverse);
-          total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
-        }
+      for (int w = 0; w < WARPS_A_BLOCK; w++) {
+        total = sum(total, four_at(from + w * STEP));
+        if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
       }
-      task.store(early, total, valid);
+      const float by = Task::NORMED ? sums.inverse[place] * (1 / operand_scale(WEIGHT())) : 1 / operand_scale(WEIGHT());
+      total = scaled(total, by);
+      if (P::PAIRED) {
+        up = scaled(up, by);
+        total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
+      }
     }
+    if (__any_sync(ALL_LANES, valid)) task.store(early, total, valid);
   }
-  if (!waited) named_sync(full(stream.turn), TEAM);
   named_arrive(empty(stream.turn), TEAM);
 }
 
 // All who multiply or add: each block's rows of a matrix times `tiles` tiles of columns.
 template <class P, class Task>
 __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
-  if (!P::mine()) return;
   bool left = true;  // something to be done with this part
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile++) {
     const u32 wanted = task.wanted(tile);
     if (!wanted) continue;
     left = tile < tiles - 1;
+    if (!P::mine()) {
+      u32 polls = 0;
+      while (__any_sync(ALL_LANES, task.tag().stale(load_whole(task.row(tile * TILE + __ffs(wanted) - 1))))) poll_again(polls);
+      continue;
+    }
     if (stream.adds()) add_tile<P>(stream, block.sums[stream.turn], tile, wanted, task);
     else multiply_tile<P>(stream, block.sums[stream.turn], tile, wanted, !left, task);
     stream.turn ^= 1;
   }
+  if (!P::mine()) return;
   if (left && !stream.adds()) stream.done<P>();
   stream.advance<P>();
 }
@@ -750,16 +760,26 @@ struct LanePart {
   }
 };
 
+// Who keeps keys and values: how many blocks the same ones, and which blocks: those before the last `desks`.
+struct Keepers {
+  int copies, desks;
+  __device__ __forceinline__ Keepers(int batch, int useful, int desks) : copies(max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1)), desks(desks) {}
+  __device__ __forceinline__ int first_task() const {
+    const int task = CTAS - 1 - desks - int(blockIdx.x);
+    return task < 0 ? task + CTAS : task;
+  }
+};
+
 // All who multiply. A row and a head of keys is always the same blocks': `copies` of them, which keep those keys and
 // values each to itself, and share the queries. Four warps a query: softmax over the positions up to its own.
-__device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int batch, int width, int copies) {
+__device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int batch, int width, Keepers keepers) {
   using A = Attention;
   constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4, PAIRS = HEAD_DIM / 2;
-  const int team = stream.warp / 4, member = stream.warp % 4, thread = threadIdx.x % 128, lane = lane_id(), tasks = KV_HEADS * copies;
+  const int team = stream.warp / 4, member = stream.warp % 4, thread = threadIdx.x % 128, lane = lane_id(), copies = keepers.copies, tasks = KV_HEADS * copies;
   const float* gains = block.head_norm + layer * 2 * HEAD_DIM;
   const u32 use = stream.uses.layer;
 #pragma unroll 1
-  for (int task = CTAS - 1 - int(blockIdx.x); task < batch * tasks; task += CTAS) {
+  for (int task = keepers.first_task(); task < batch * tasks; task += CTAS) {
     const int row = task / tasks, kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column];
     if (begin < 0) continue;
     int count = 1;
@@ -861,7 +881,7 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 
 // All threads of the grid; `uses.pass` is the pass already.
 template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, int copies) {
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, Keepers keepers) {
   const int columns = batch * width, tiles = (columns + TILE - 1) / TILE;
   const Model& model = block.model;
   Uses& uses = stream.uses;
@@ -870,7 +890,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   for (int layer = 0; layer < LAYERS; layer++) {
     uses.layer++;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer == 0});
-    if (!stream.adds()) attend(block, stream, layer, batch, width, copies);
+    if (!stream.adds()) attend(block, stream, layer, batch, width, keepers);
     multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
@@ -885,9 +905,6 @@ __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 head
   for (; heads; heads &= heads - 1)
     multiply<Head>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, entries});
 }
-
-// How many blocks keep the same keys and values, of those that there are, and of `useful` ones.
-__device__ __forceinline__ int copies_for(int batch, int useful) { return max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1); }
 
 // Whole warps: the position of column i.
 __device__ __forceinline__ void place_column(Block& block, int i, int position) {
@@ -1101,8 +1118,9 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
-  // instructions stay where they are fetched from.
-  const int cta = blockIdx.x, desk = CTAS - 1 - cta, full = drafts + 1, copies = copies_for(batch, full);
+  // instructions stay where they are fetched from. Attention keeps away from them where there are blocks enough.
+  const int cta = blockIdx.x, desk = CTAS - 1 - cta, full = drafts + 1;
+  const Keepers keepers(batch, full, batch * full < CTAS ? batch * full : 0);
   begin(block, addresses, batch, batch * max(full, 2), true);
   if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer{block, memory + BLOCK_BYTES}.run();
   Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
@@ -1135,7 +1153,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
         if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        run_pass<HAS_PROJECTION>(block, stream, batch, width, copies);
+        run_pass<HAS_PROJECTION>(block, stream, batch, width, keepers);
         heads = list_target_heads(block, columns);
       } else {
         heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
@@ -1208,7 +1226,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
-  run_pass<false>(block, stream, batch, width, copies_for(batch, MAX_COPIES));
+  run_pass<false>(block, stream, batch, width, Keepers(batch, MAX_COPIES, 0));
   sync_team();
   if (stream.adds()) return;
   grid_barrier(block);
@@ -1217,7 +1235,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
     if (block.position[column] < 0) continue;
     const float* row = block.model.hidden + column * H;
     MeanSquare square;
-    square.wait_for(block.exchange.hidden_squares + column * (H / 16), stream.uses.outer());
+    square.load(block.exchange.hidden_squares + column * (H / 16), stream.uses.outer());
     const float inverse = square.inverse_root();
     for (int i = lane_id(); i < H; i += 32) states[column * H + i] = load_fresh(row + i) * inverse * block.model.final_norm[i];
   }

@@ -9,6 +9,7 @@ __device__ __forceinline__ void arrival_init(u64* arrival, u32) { *arrival = 0; 
 __device__ __forceinline__ void arrivals_ready() {}
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { shim::spin(); return *from; }
+__device__ __forceinline__ void rest() {}
 __device__ __forceinline__ void sync_block() { shim::block_barrier(); }
 __device__ __forceinline__ void named_sync(int barrier, int threads) { shim::barrier_of(threads, barrier); }
 __device__ __forceinline__ void named_arrive(int barrier, int threads) { shim::arrive_at(threads, barrier); }
@@ -37,6 +38,8 @@ __device__ __forceinline__ u32 shared_address(const void* of) { return u32(__cvt
 __device__ __forceinline__ void arrival_init(u64* arrival, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(arrival)), "r"(arrivals) : "memory"); }
 template <class T>
 __device__ __forceinline__ T load_changing(const T* from) { return *static_cast<const volatile T*>(from); }
+// A while without instructions, which the other warps may have.
+__device__ __forceinline__ void rest() { __nanosleep(64); }
 __device__ __forceinline__ void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
 __device__ __forceinline__ void named_sync(int barrier, int threads) { __syncwarp(); asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
 __device__ __forceinline__ void named_arrive(int barrier, int threads) { __syncwarp(); asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }

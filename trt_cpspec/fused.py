@@ -26,7 +26,6 @@ from .tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, TensorFile
 
 THREADS = 256
 MAX_BATCH = 8
-MAX_LAYERS = 7
 MIN_COMPUTE_CAPABILITY = (8, 0)
 UNIT = 32
 """Inner values of a weight unit."""
@@ -162,7 +161,7 @@ class FusedPlan:
         """
         products, warps = list(self.products.values()), self.threads // 32
         rows = max(product.groups for product in products) * 8
-        sums = 2 * warps * 8 * (rows + _PADDING) * 4
+        sums = 2 * 8 * (warps * (rows + _PADDING) + 1) * 4
         d = self.spec.decoder
         vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
         attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
@@ -211,8 +210,6 @@ class FusedPlan:
                 return f"{name} is {width}, it must be a multiple of {UNIT}"
         if d.head_dim not in (64, 96, 128):
             return f"head_dim is {d.head_dim}, it must be 64, 96 or 128"
-        if d.num_hidden_layers > MAX_LAYERS:
-            return f"num_hidden_layers is {d.num_hidden_layers}, at most {MAX_LAYERS} are possible"
         if self.spec.num_code_groups > 33:
             return f"num_code_groups is {self.spec.num_code_groups}, at most 33 are possible"
         if d.vocab_size > MAX_SPECULATIVE_CODEBOOK or d.vocab_size % 8:
