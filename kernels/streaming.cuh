@@ -2,6 +2,13 @@
 //
 // Stands behind common.cuh, in front of fused_frame.cu. As there, #if stands only around one-line wrappers of intrinsics.
 
+// For hunting hangs: a wait of this many polls stops the kernel with an error.
+#ifdef WATCHDOG
+__device__ __forceinline__ void polled(u32& polls) { if (++polls > WATCHDOG) asm volatile("trap;"); }
+#else
+__device__ __forceinline__ void polled(u32&) {}
+#endif
+
 #ifdef HOST_SHIM
 #define DYNAMIC_SHARED(name) char* name = shim::dynamic_shared()
 #define BULK_COPIES 1
@@ -64,6 +71,7 @@ __device__ __forceinline__ u32 arrived(const u32* counter) { u32 value; asm vola
 // Past L1, which does not see what other multiprocessors store.
 __device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
 __device__ __forceinline__ int load_fresh(const int* from) { return __ldcg(from); }
+__device__ __forceinline__ void poll_again(u32& polls) { polled(polls); }
 // 16 or 8 bytes that are seen whole or not at all.
 __device__ __forceinline__ uint4 load_whole(const uint4* from) { uint4 v; asm volatile("{ .reg .b128 whole; .reg .b64 low, high; ld.relaxed.gpu.global.b128 whole, [%4]; mov.b128 {low, high}, whole; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from)); return v; }
 __device__ __forceinline__ void store_whole(uint4* to, uint4 v) { asm volatile("{ .reg .b128 whole; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 whole, {low, high}; st.relaxed.gpu.global.b128 [%0], whole; }" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)); }
@@ -73,16 +81,6 @@ __device__ __forceinline__ u32 two_halves(F16, float low, float high) { u32 both
 __device__ __forceinline__ u32 two_halves(BF16, float low, float high) { u32 both; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low)); return both; }
 __device__ __forceinline__ void tensor_product(F16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
 __device__ __forceinline__ void tensor_product(BF16, float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); }
-#endif
-
-// For hunting hangs: a wait of this many polls stops the kernel with an error.
-#ifdef WATCHDOG
-__device__ __forceinline__ void polled(u32& polls) { if (++polls > WATCHDOG) asm volatile("trap;"); }
-#else
-__device__ __forceinline__ void polled(u32&) {}
-#endif
-#ifndef HOST_SHIM
-__device__ __forceinline__ void poll_again(u32& polls) { polled(polls); }
 #endif
 
 // The two values of such a word.

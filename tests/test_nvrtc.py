@@ -124,5 +124,5 @@ def test_only_intrinsic_wrappers_are_conditional() -> None:
     }
     assert conditions == {
         "common.cuh": ["#ifdef PARTICIPANTS", "#ifdef HOST_SHIM", "#if __CUDA_ARCH__ >= 800", "#ifdef HOST_SHIM"],
-        "streaming.cuh": ["#ifdef HOST_SHIM", "#if BULK_COPIES", "#ifdef WATCHDOG"],
+        "streaming.cuh": ["#ifdef WATCHDOG", "#ifdef HOST_SHIM", "#if BULK_COPIES"],
     }
