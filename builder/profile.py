@@ -181,7 +181,13 @@ CONTRACTS: dict[Contract, tuple[_Rule, ...]] = {
         _Rule(r"skip_softmax_scale", ("skipped",)),
         *_EDGE_WEIGHTS,
     ),
-    Contract.CODEC: (_Rule(r"codes", ("one", None, "frames")),),
+    Contract.CODEC: (
+        _Rule(r"codes", ("one", None, "frames")),
+        # Of a codec that carries its state from call to call; Edge-LLM's, and our own of before, have codes alone.
+        _Rule(r"position", (None,)),
+        _Rule(r"past_(key|value)_\d+", ("one", None, None, None)),
+        _Rule(r"past_tail_\d+", ("one", None, None)),
+    ),
 }
 """The contract table: for each convention its inputs and the symbols of their axes."""
 
@@ -243,7 +249,7 @@ def recognise(inputs: Sequence[GraphInput]) -> Contract:
             f"cache has no pages, so a pass cannot verify several depths; export it again with Edge-LLM 0.10 or "
             f"later, or build from the checkpoint"
         )
-    if set(ranks) == {"codes"} and ranks["codes"] == 3:
+    if ranks.get("codes") == 3 and (len(ranks) == 1 or "position" in ranks):
         return Contract.CODEC
     if rank == 3 and "past_key_0" in ranks and ranks.get("positions") == 2:
         return Contract.PORTABLE

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,11 @@ from .config import (
     checked_verify_size,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError, SpeechError
+from .errors import ConfigError, CpSpecError, EngineError, SpeechError
 from .frame import CpSpecStats
 from .inspection import check_component
 from .pipeline import (
+    Float32,
     FrameProgress,
     Speech,
     SpeechModel,
@@ -37,10 +42,12 @@ from .pipeline import (
     resolve_sampling,
     resolve_speaker,
     run_all,
+    stream_one,
 )
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
+from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream
 from .talker import Prompt, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
 
@@ -109,7 +116,7 @@ class PreparedChat:
 class Qwen3Omni:
     """Qwen3-Omni on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Not safe for use from several threads at once.
+    Batches of several threads are answered one after the other.
     """
 
     def __init__(self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None) -> None:
@@ -117,6 +124,7 @@ class Qwen3Omni:
         self.tokenizer = tokenizer
         self.voice = voice
         self.times = voice.times if voice is not None else StageTimes()
+        self._busy = threading.Lock()
 
     @classmethod
     def from_engine_dir(
@@ -225,6 +233,46 @@ class Qwen3Omni:
         prepared = [self.prepare(_chat(conversation, options)) for conversation in conversations]
         return run_all(self, prepared, verify_size=verify_size, mode=mode, progress=progress)
 
+    def respond_stream(
+        self,
+        conversation: Conversation,
+        *,
+        chunk_frames: int = CHUNK_FRAMES,
+        verify_size: VerifySize = 0,
+        mode: Mode = "rejection",
+        progress: FrameProgress | None = None,
+        **options: Any,
+    ) -> AudioStream[Reply]:
+        """Answer a conversation aloud while the answer is being written, in chunks that come as they are made.
+
+        The Talker begins behind the first tokens of the answer, and from then on the Thinker writes a token where the
+        Talker needs one. Text and speech are those of :meth:`respond`.
+
+        Parameters
+        ----------
+        conversation : str, or list of messages
+        chunk_frames : int
+            Frames of a chunk, of 80 ms; the last one may be shorter.
+        verify_size, mode, progress, **options
+            As of :meth:`respond_all`. ``progress`` is called by a thread of the stream.
+
+        Returns
+        -------
+        AudioStream of Reply
+            The chunks put together are the waveform of the reply's speech.
+
+        Raises
+        ------
+        ConfigError
+            An option or a conversation that cannot be used, or a model without speech; nothing has been computed then.
+        EngineError
+            The codec's engine was built before streaming.
+        """
+        prepared = self.prepare(_chat(conversation, options))
+        return stream_one(
+            self, prepared, chunk_frames=chunk_frames, verify_size=verify_size, mode=mode, progress=progress
+        )
+
     def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
         """Measure every window on a sentence that is spoken as an answer, and choose; without speech there is none.
 
@@ -241,7 +289,7 @@ class Qwen3Omni:
             chat = self.prepare(_chat("Hello.", {"seed": seed, "max_audio_length": frames}))
             assert chat.voice is not None
             assert chat.voice.speaker is not None
-            prompt = self._prompt(voice, chat.prompt_ids, self.tokenizer.encode(text), chat.voice.speaker)
+            prompt = self.answer_prompt(voice, chat.prompt_ids, self.tokenizer.encode(text), chat.voice.speaker)
             assert prompt is not None  # the text holds a token
             return replace(chat.voice, prompt=prompt)
 
@@ -306,15 +354,80 @@ class Qwen3Omni:
         """Answer a batch of conversations on the terms of :meth:`SpeechModel.run_batch`, and speak the answers."""
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
-        answers = [
-            Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
-            for chat in batch
-        ]
-        self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
-        if self.voice is None:
-            return [self._result(answer, None) for answer in answers]
-        speeches = self._speak(self.voice, batch, answers, window, mode, progress)
+        answers = [_begun(chat) for chat in batch]
+        with self._busy:
+            self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
+            if self.voice is None:
+                return [self._result(answer, None) for answer in answers]
+            speeches = self._speak(self.voice, batch, answers, window, mode, progress)
         return [self._result(answer, speech) for answer, speech in zip(answers, speeches, strict=True)]
+
+    def stream(
+        self,
+        request: PreparedChat,
+        *,
+        window: Window,
+        mode: Mode,
+        chunk_frames: int,
+        progress: FrameProgress | None = None,
+        prefill_threshold: int = PREFILL_THRESHOLD,
+    ) -> AudioStream[Reply]:
+        """Answer a prepared request in chunks (see :meth:`respond_stream`, and :meth:`run_batch` for the rest)."""
+        voice = self.voice
+        if voice is None or request.voice is None:
+            raise ConfigError("a stream is one of sound, and nothing is spoken: open the model with audio=True")
+        if prefill_threshold < 1:
+            raise ConfigError(f"prefill_threshold is {prefill_threshold}, it must be at least 1")
+        voice.check_streaming(chunk_frames)
+
+        def chunks(*, progress: FrameProgress) -> Generator[Float32, None, Reply]:
+            return self._chunks(voice, request, window, mode, chunk_frames, prefill_threshold, progress)
+
+        return AudioStream(chunks, voice.codec.sample_rate, progress)
+
+    def _chunks(
+        self,
+        voice: SpeechModel,
+        chat: PreparedChat,
+        window: Window,
+        mode: Mode,
+        chunk_frames: int,
+        prefill_threshold: int,
+        progress: FrameProgress,
+    ) -> Generator[Float32, None, Reply]:
+        """Write an answer and speak it meanwhile, on the terms of :meth:`SpeechModel.chunks`."""
+        with self._busy:
+            started = time.perf_counter()
+            answer = _begun(chat)
+            text = _AnswerText(self, voice, chat, answer, progress)
+            try:
+                text.fed(prefill_threshold - 1)
+                if text.fed(0) is None:
+                    speech = self._nothing(voice, chat, window, mode)
+                else:
+                    speech = yield from voice.chunks(
+                        text.limited(),
+                        window=window,
+                        mode=mode,
+                        chunk_frames=chunk_frames,
+                        progress=progress,
+                        text=text,
+                        started=started,
+                    )
+            except CpSpecError as error:
+                text.complete_after(error)
+                result = self._result(answer, error)
+                assert isinstance(result, CpSpecError)
+                if result is error:
+                    raise
+                raise result from error
+            reply = self._result(answer, speech)
+            assert isinstance(reply, Reply)
+            return reply
+
+    def _nothing(self, voice: SpeechModel, chat: PreparedChat, window: Window, mode: Mode) -> Speech:
+        assert chat.voice is not None
+        return _silence(voice, chat.voice, CpSpecStats(window, mode, voice.predictor.num_code_groups))
 
     def _speak(
         self,
@@ -331,11 +444,9 @@ class Qwen3Omni:
         for place, (chat, answer) in enumerate(zip(batch, answers, strict=True)):
             if answer.error is not None or chat.voice is None or chat.voice.speaker is None:
                 continue
-            prompt = self._prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
+            prompt = self.answer_prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
             if prompt is None:
-                speeches[place] = _silence(
-                    voice, chat.voice, CpSpecStats(window, mode, voice.predictor.num_code_groups)
-                )
+                speeches[place] = self._nothing(voice, chat, window, mode)
             else:
                 spoken[place] = _answered(chat.voice, voice.talker.spec, prompt, len(answer.spoken_ids))
         if spoken:
@@ -347,18 +458,19 @@ class Qwen3Omni:
     def _result(self, answer: Answer, speech: Speech | CpSpecError | None) -> Reply | CpSpecError:
         if answer.error is not None:
             return answer.error
-        assert answer.finish_reason is not None
         text, token_ids = self.tokenizer.decode(answer.ids), tuple(answer.ids)
         if isinstance(speech, CpSpecError):
             # A new error for each answer: one failure may have ended several.
             failed = SpeechError(str(speech), text=text, token_ids=token_ids)
             failed.__cause__ = speech
             return failed
+        assert answer.finish_reason is not None
         return Reply(text=text, token_ids=token_ids, finish_reason=answer.finish_reason, speech=speech)
 
-    def _prompt(
+    def answer_prompt(
         self, voice: SpeechModel, prompt_ids: Sequence[int], answer_ids: Sequence[int], speaker: str
     ) -> Prompt | None:
+        """Return the Talker's prefill for an answer (see :func:`~trt_cpspec.talker.assemble_answer_prompt`)."""
         return assemble_answer_prompt(voice.talker.spec, self.thinker.spec.roles, prompt_ids, answer_ids, speaker)
 
     def _prepare_voice(
@@ -373,7 +485,7 @@ class Qwen3Omni:
         spec = voice.talker.spec
         speaker = resolve_speaker(spec, request.speaker)
         assert speaker is not None  # a Qwen3-Omni has speakers
-        prompt = self._prompt(voice, prompt_ids, [spec.ids.tts_pad_token_id], speaker)
+        prompt = self.answer_prompt(voice, prompt_ids, [spec.ids.tts_pad_token_id], speaker)
         assert prompt is not None  # it holds the token in the answer's place
         rows, asked = len(prompt.text_ids), request.max_audio_length
         max_frames, if_cut = resolve_max_frames(
@@ -409,6 +521,78 @@ class Qwen3Omni:
                 f"{limits.max_kv_cache_capacity}"
             )
         return min(asked if asked is not None else DEFAULT_MAX_TOKENS, room)
+
+
+class _AnswerText:
+    """An answer that is written as far as its speech needs it: a :class:`~trt_cpspec.pipeline.TrailingText`."""
+
+    def __init__(
+        self, model: Qwen3Omni, voice: SpeechModel, chat: PreparedChat, answer: Answer, progress: FrameProgress
+    ) -> None:
+        assert chat.voice is not None
+        assert chat.voice.speaker is not None
+        self._voice, self._chat, self._answer, self._utterance = voice, chat, answer, chat.voice
+        self._prompt_of = partial(model.answer_prompt, voice, chat.prompt_ids, speaker=chat.voice.speaker)
+        self._prompt: Prompt | None = None
+        self._steps: Iterator[None] = model.thinker.steps([answer], model.times.timed)
+        self._progress = progress
+        self._count = 0  # tokens that the Thinker was fed, which are those that are spoken
+
+    def fed(self, index: int) -> int | None:
+        """Return a token that is spoken, once it is written; None where the answer ends before it."""
+        while self._count <= index and self._write():
+            pass
+        return self._answer.ids[index] if index < self._count else None
+
+    def _write(self) -> bool:
+        """Let the Thinker write and be fed a token; return False when the answer is complete."""
+        if not self._answer.goes_on:
+            return False
+        try:
+            if next(self._steps, self) is self:
+                if self._answer.error is not None:
+                    raise self._answer.error
+                return False
+            self._count += 1
+            self._progress(0)
+        except EngineError as error:
+            self._answer.error = error
+            raise
+        return True
+
+    def complete(self) -> None:
+        """Let the Thinker write the rest, which the speech did not wait for."""
+        while self._write():
+            pass
+
+    def complete_after(self, error: CpSpecError) -> None:
+        """Complete an answer whose speech failed, as far as that goes: a limit that was met is met again."""
+        if self._answer.error is None:
+            with suppress(CpSpecError):
+                self.complete()
+            self._answer.error = None  # it is the speech that failed
+
+    def trailing_id(self, frame: int) -> int:
+        """Return the token behind a frame: the answer's, then the end of the text, then padding."""
+        token = self.fed(frame + 1)
+        ids = self._voice.talker.spec.ids
+        if token is not None:
+            return token
+        return ids.tts_eos_token_id if frame + 1 == self._count else ids.tts_pad_token_id
+
+    def limited(self) -> Utterance:
+        """Return the utterance; as long as the answer goes on, it may take what the longest text may."""
+        if self._prompt is None:
+            first = self.fed(0)
+            assert first is not None
+            self._prompt = self._prompt_of([first])
+            assert self._prompt is not None
+        tokens = self._chat.max_tokens if self._answer.goes_on else self._count
+        return _answered(self._utterance, self._voice.talker.spec, self._prompt, tokens)
+
+
+def _begun(chat: PreparedChat) -> Answer:
+    return Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
 
 
 def _answered(utterance: Utterance, spec: TalkerSpec, prompt: Prompt, tokens: int) -> Utterance:

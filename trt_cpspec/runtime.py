@@ -62,6 +62,19 @@ class StaticGraph(Protocol):
         ...
 
 
+class CodecGraph(StaticGraph, Protocol):
+    """The codec's graph, whose calls may follow each other."""
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether a call can go on where another ended; else :meth:`run` is all there is."""
+        ...
+
+    def begin(self) -> StaticGraph:
+        """Return what runs calls that follow each other, from an empty state."""
+        ...
+
+
 @dataclass(slots=True)
 class Runtime:
     """The device of a model.
@@ -93,7 +106,7 @@ class Runtime:
         path = folder / HEADS_FILE
         return HeadSession(path, threads=self.threads) if self.cuda is None and path.is_file() else None
 
-    def graph(self, folder: Path) -> StaticGraph:
+    def graph(self, folder: Path) -> CodecGraph:
         """Open the codec's graph."""
         if self.cuda is None:
             return GraphSession(folder / GRAPH_FILE, threads=self.threads)

@@ -1,7 +1,7 @@
 """One graph on one runtime. Only this module talks to ONNX Runtime.
 
-:class:`GraphSession` runs a graph without state. :class:`DecoderSession` runs a decoder whose KV cache is bound to
-the graph's past and present at one address, so that no pass copies it.
+:class:`GraphSession` runs any graph, and carries the codec's state from call to call. :class:`DecoderSession` runs a
+decoder whose KV cache is bound to the graph's past and present at one address, so that no pass copies it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ PREFILL_CHUNK = 512
 """Rows of one prefill pass; bounds the memory of the attention scores."""
 
 MIN_BUCKET = 64
+
+PAST = "past_"
+"""How the inputs begin that a graph left as ``present_*`` in the call before."""
 
 Float32 = NDArray[np.float32]
 
@@ -62,7 +65,7 @@ def _reported(run: Any, *arguments: Any) -> Any:
 
 
 class GraphSession:
-    """A graph without state.
+    """A graph without state, or one whose state is carried from call to call (see :meth:`begin`).
 
     Parameters
     ----------
@@ -74,11 +77,40 @@ class GraphSession:
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         self._session = open_graph(path, threads=threads)
         self._outputs = [output.name for output in self._session.get_outputs()]
+        inputs = {value.name: value.shape for value in self._session.get_inputs()}
+        self._state_shapes = {name: (1, *shape[1:]) for name, shape in inputs.items() if name.startswith(PAST)}
 
-    def run(self, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    @property
+    def carries_state(self) -> bool:
+        """Whether the graph takes what an earlier call left."""
+        return bool(self._state_shapes)
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
         """Run the graph once and return its outputs by name."""
         values = _reported(self._session.run, self._outputs, feeds)
         return dict(zip(self._outputs, values, strict=True))
+
+    def begin(self) -> CarriedCalls:
+        """Return what runs calls that follow each other, from an empty state."""
+        return CarriedCalls(self, {name: np.zeros(shape, np.float32) for name, shape in self._state_shapes.items()})
+
+
+class CarriedCalls:
+    """Calls of a graph that follow each other: what one leaves as ``present_*`` is ``past_*`` of the next."""
+
+    def __init__(self, graph: GraphSession, state: dict[str, Float32]) -> None:
+        self._graph, self._state = graph, state
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run the next call and return its outputs by name, but for the state."""
+        outputs = self._graph.run({**feeds, **self._state})
+        self._state = {name: outputs.pop(present_name(name)) for name in self._state}
+        return outputs
+
+
+def present_name(past: str) -> str:
+    """Return the output that is the next call's input ``past_*``."""
+    return "present_" + past.removeprefix(PAST)
 
 
 class HeadSession:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,24 +143,40 @@ class Thinker(SequenceBatch):
         stepped : callable or None
             Called behind each step; an EngineError of it fails the answers that were still going on.
         """
-        live = list(answers)
-        started = time.perf_counter()
         try:
-            hidden = self.prefill([self.embed(answer.prompt_ids) for answer in live])
-            timed("thinker_prefill", started)
-            while kept := self._sample(live, hidden):
-                started = time.perf_counter()
-                live = [live[place] for place in kept]
-                if len(kept) < len(self):
-                    self.keep_rows(np.array(kept))
-                hidden = self.step(self.embed([answer.ids[-1] for answer in live]))
-                timed("thinker_generation", started)
+            for _ in self.steps(answers, timed):
                 if stepped is not None:
                     stepped()
         except EngineError as error:  # nothing can be said of the answers that were still going on
-            for answer in live:
+            for answer in answers:
                 if answer.goes_on:
                     answer.error = error
+
+    def steps(self, answers: Sequence[Answer], timed: Timed = lambda stage, started: None) -> Iterator[None]:
+        """Complete a batch of new answers, and yield behind each step: each answer that goes on was fed one token more.
+
+        Parameters
+        ----------
+        answers, timed
+            As of :meth:`generate`.
+
+        Raises
+        ------
+        EngineError
+            The engine failed. Logits that describe no law end their own answer, by its ``error``.
+        """
+        live = list(answers)
+        started = time.perf_counter()
+        hidden = self.prefill([self.embed(answer.prompt_ids) for answer in live])
+        timed("thinker_prefill", started)
+        while kept := self._sample(live, hidden):
+            started = time.perf_counter()
+            live = [live[place] for place in kept]
+            if len(kept) < len(self):
+                self.keep_rows(np.array(kept))
+            hidden = self.step(self.embed([answer.ids[-1] for answer in live]))
+            timed("thinker_generation", started)
+            yield
 
     def _sample(self, live: Sequence[Answer], hidden: NDArray[np.float32]) -> list[int]:
         """Give each answer its next token, and return the places of those that go on."""

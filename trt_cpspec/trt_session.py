@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .config import DecoderSpec
 from .cuda import Device, DeviceArray, Graph
 from .errors import EngineError
-from .session import PREFILL_CHUNK, SCRATCH_SLOTS, Float32, bucket_for
+from .session import PAST, PREFILL_CHUNK, SCRATCH_SLOTS, Float32, bucket_for, present_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 
 GRAPH_ROWS = 8
 """Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
+
+_STATE_BYTES, _STATE_ALIGNMENT = 4, 256
+"""Of a number in the state of a codec, which is FP32; TensorRT wants tensors so aligned."""
 
 UNREAD_OUTPUTS = ("accept_hidden_states",)
 """Outputs ``[B, T, H]`` that a Thinker's plan has and nobody asks for yet: TensorRT wants an address all the same."""
@@ -388,7 +391,7 @@ class TensorRTDecoderSession:
 
 
 class TensorRTGraphSession:
-    """A plan without state, of one input and one output (the codec).
+    """The codec's plan: codes to a waveform, and the state that it carries where it was built to.
 
     Parameters
     ----------
@@ -397,44 +400,92 @@ class TensorRTGraphSession:
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        plan.check_names({"codes", "waveform"})
+        past = [name for name in plan.names if name.startswith(PAST)]
+        carried = {"position", *past, *map(present_name, past)} if past else set()
+        plan.check_names({"codes", "waveform"} | carried)
         self._plan, self._device = plan, device
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._context = _new_context(plan, self._activations)
         plan.require(self._context.set_optimization_profile_async(0, device.stream), "selecting profile 0")
+        self.state_shapes = {name: (1, *plan.shape(name)[1:]) for name in past}
 
-    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
-        """Run it once, from and to host memory."""
-        plan, device = self._plan, self._device
+    @property
+    def carries_state(self) -> bool:
+        """Whether the plan takes what an earlier call left."""
+        return bool(self.state_shapes)
+
+    def begin(self) -> TensorRTCarriedCalls:
+        """Return what runs calls that follow each other, from an empty state."""
+        return TensorRTCarriedCalls(self, self._device)
+
+    def run(self, feeds: dict[str, NDArray[Any]], /, state: dict[str, int] | None = None) -> dict[str, NDArray[Any]]:
+        """Run it once, from and to host memory; ``state`` says where on the device the tensors lie that stay there."""
+        plan, device, state = self._plan, self._device, state or {}
         device.make_current()
-        outputs = [name for name in plan.names if name not in feeds]
+        outputs = [name for name in plan.names if name not in feeds and name not in state]
         held = []
         for name, array in feeds.items():
-            limits = plan.range(name, 0)
-            if not _admits(limits, array.shape):
-                raise EngineError(
-                    f"{plan.path}: {name} of shape {list(array.shape)} is outside the profile's "
-                    f"{list(limits.minimum)} to {list(limits.maximum)}"
-                )
             values = np.ascontiguousarray(array, plan.dtype(name))
             target = device.empty(values.shape, values.dtype)
             device.upload(target, values)
-            plan.require(self._context.set_input_shape(name, values.shape), f"binding {name} of {list(values.shape)}")
-            plan.require(self._context.set_tensor_address(name, target.address), f"binding the address of {name}")
+            self._bind_shape(name, values.shape)
+            self._bind(name, target.address)
             held += [values, target]
+        for name, address in state.items():
+            if name in self.state_shapes:
+                self._bind_shape(name, self.state_shapes[name])
+            self._bind(name, address)
         results, sources = {}, {}
         for name in outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             sources[name] = device.empty(shape, plan.dtype(name))
             results[name] = np.empty(shape, plan.dtype(name))
-            plan.require(
-                self._context.set_tensor_address(name, sources[name].address), f"binding the address of {name}"
-            )
+            self._bind(name, sources[name].address)
         plan.require(self._context.execute_async_v3(device.stream), "a run")
         for name, source in sources.items():
             device.download(results[name], source)
         device.synchronize()
         return results
+
+    def _bind_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        limits = self._plan.range(name, 0)
+        if not _admits(limits, shape):
+            raise EngineError(
+                f"{self._plan.path}: {name} of shape {list(shape)} is outside the profile's "
+                f"{list(limits.minimum)} to {list(limits.maximum)}"
+            )
+        self._plan.require(self._context.set_input_shape(name, shape), f"binding {name} of {list(shape)}")
+
+    def _bind(self, name: str, address: int) -> None:
+        self._plan.require(self._context.set_tensor_address(name, address), f"binding the address of {name}")
+
+
+class TensorRTCarriedCalls:
+    """Calls of a codec's plan that follow each other. The state stays on the device, in two sets that change places.
+
+    Parameters
+    ----------
+    session : TensorRTGraphSession
+    device : Device
+    """
+
+    def __init__(self, session: TensorRTGraphSession, device: Device) -> None:
+        device.make_current()
+        self._session = session
+        offsets, size = {}, 0
+        for name, shape in session.state_shapes.items():
+            offsets[name] = size
+            size += -(-int(np.prod(shape)) * _STATE_BYTES // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+        # One allocation a set: an utterance begins with every chunk of the offline decode, and each call costs time.
+        self._memory = [device.zeros((size,), np.uint8), device.empty((size,), np.uint8)]
+        self._sets = [{name: memory.address + at for name, at in offsets.items()} for memory in self._memory]
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run the next call and return the waveform."""
+        past, present = self._sets
+        outputs = self._session.run(feeds, past | {present_name(name): at for name, at in present.items()})
+        self._sets.reverse()
+        return outputs
 
 
 class _Staging:
