@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .config import SamplingParams
 from .errors import ConfigError, did_you_mean
+from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD
 from .text import check_text, check_unicode
 
 ROLES = ("system", "user", "assistant")
@@ -107,7 +108,7 @@ _CHAT_OPTIONS: dict[str, Rule] = {
 }
 """The same for a chat."""
 
-_STREAMING_KEYS = ("enable", "codec_chunk_frames", "talker_prefill_threshold")
+_STREAMING: dict[str, Rule] = {"enable": _boolean, "codec_chunk_frames": _count, "talker_prefill_threshold": _count}
 _ONLY_TEXT_SPOKEN = "only parts of type 'text' can be spoken"
 _ONLY_TEXT_CHAT = "image, audio and video input is not supported yet, give parts of type 'text'"
 
@@ -235,6 +236,24 @@ def _check_fields(request: VoiceOptions, rules: Mapping[str, Rule]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How answers are streamed: the object ``streaming`` of an input file of conversations.
+
+    Attributes
+    ----------
+    enable : bool
+    codec_chunk_frames : int
+        Frames of a chunk of sound, at least 1.
+    talker_prefill_threshold : int
+        Tokens of an answer that are written before the Talker begins, at least 1.
+    """
+
+    enable: bool = False
+    codec_chunk_frames: int = CHUNK_FRAMES
+    talker_prefill_threshold: int = PREFILL_THRESHOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFile(Generic[R]):
     """What one input file asks for.
 
@@ -244,10 +263,13 @@ class RequestFile(Generic[R]):
         Requests that are spoken together, at least 1.
     requests : tuple of Request, or of ChatRequest
         At least one.
+    streaming : StreamOptions
+        Of conversations; texts have an option of the command.
     """
 
     batch_size: int = 1
     requests: tuple[R, ...]
+    streaming: StreamOptions = StreamOptions()
 
     def __post_init__(self) -> None:
         _count("batch_size", self.batch_size)
@@ -295,9 +317,9 @@ def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile[Reque
 def parse_chats(document: Mapping[str, Any], where: str) -> RequestFile[ChatRequest]:
     """Check an input document of conversations, under the rules of :func:`parse_requests`."""
     _check_object(document, f"{where}: the top level")
-    _check_no_streaming(document, f"{where}: ")
     form = _Format(options=_CHAT_OPTIONS, top=("streaming",), make=_chat_request)
-    return _parse_document(document, where, form)
+    parsed = _parse_document(document, where, form)
+    return replace(parsed, streaming=_stream_options(document.get("streaming"), f"{where}: streaming"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,14 +465,13 @@ def _check_no_clone(values: Mapping[str, Any], place: str) -> None:
             raise ConfigError(f"{place}{key}: voice clone is not supported yet (it needs clone encoders); leave it out")
 
 
-def _check_no_streaming(document: Mapping[str, Any], place: str) -> None:
-    streaming = document.get("streaming")
-    if streaming is None:
-        return
-    _check_object(streaming, f"{place}streaming")
-    _check_keys(streaming, _STREAMING_KEYS, f"{place}streaming.")
-    if "enable" in streaming and _boolean(f"{place}streaming.enable", streaming["enable"]):
-        raise ConfigError(f"{place}streaming.enable: streaming is not supported yet; leave it out or give false")
+def _stream_options(value: Any, place: str) -> StreamOptions:
+    if value is None:
+        return StreamOptions()
+    _check_object(value, place)
+    _check_keys(value, _STREAMING, f"{place}.")
+    given = _checked_options(value, f"{place}.", _STREAMING)
+    return StreamOptions(**{name: option for name, option in given.items() if option is not None})
 
 
 def _checked_list(value: Any, place: str) -> list[Any]:

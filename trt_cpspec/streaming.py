@@ -8,14 +8,16 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .codec import Code2Wav
 from .errors import ConfigError, EngineError
 from .guards import check_waveform
+
+if TYPE_CHECKING:  # it loads ONNX Runtime
+    from .codec import Code2Wav
 
 CHUNK_FRAMES = 10
 """Frames of a chunk where nobody says: 0.8 s, the default of Edge-LLM's input format (``codec_chunk_frames``)."""
