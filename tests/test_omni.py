@@ -197,6 +197,12 @@ def test_codec(omni: Any) -> None:
     codec, codes = omni.model.voice.codec, omni.arrays["c2w_codes"].T
     near(codec.decode(codes), omni.arrays["c2w_wave"])
     near(codec.decode(codes, chunk=5, left_context=2), omni.arrays["c2w_wave_chunked"])
+    for how in ({}, {"chunk": 5, "left_context": 2}):
+        for size in (1, 2, 7):
+            stream = codec.stream(**how)
+            found = [stream.push(codes[start : start + size]) for start in range(0, len(codes), size)]
+            assert len(found[0]) == 1920 * size - 555 * (1 if size < 6 or not how else 2)
+            assert np.abs(np.concatenate(found) - codec.decode(codes, **how)).max() < 1 / 32768
     assert len(codec.decode(codes[:1])) == 1920 - 555
     assert len(codec.decode(codes[:0])) == 0
 

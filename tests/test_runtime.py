@@ -247,6 +247,34 @@ class FakeCodec(FakeEngine):
         waveform[:, 0] = np.repeat(codes.sum(axis=1), 2, axis=1)
 
 
+class FakeCarryingCodec(FakeCodec):
+    """The sum goes on from frame to frame and from call to call: ``past_tail_0`` is what came to so far."""
+
+    STATE = ("past_tail_0", "present_tail_0")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profiles[0] |= {"position": ((1,),) * 3, "past_tail_0": ((1, 1, 2),) * 3}
+        self.names = ["codes", "position", *self.STATE, "waveform"]
+        self.positions: list[int] = []
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name == "position" else super().get_tensor_dtype(name)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1, 1, 2) if name in self.STATE else (-1,)
+
+    def work(self, context: FakeContext) -> None:
+        super().work(context)
+        assert context.shapes["past_tail_0"] == (1, 1, 2)
+        past, present = (at(context.addresses[name], (1, 1, 2), np.float32) for name in self.STATE)
+        assert context.addresses["past_tail_0"] != context.addresses["present_tail_0"]
+        self.positions.append(int(at(context.addresses["position"], (1,), np.int32)[0]))
+        waveform = at(context.addresses["waveform"], context.get_tensor_shape("waveform"), np.float32)
+        waveform[0, 0] = waveform[0, 0].cumsum() + past[0, 0, 0]
+        present[...] = waveform[0, 0, -1]
+
+
 class ILogger:
     INTERNAL_ERROR, ERROR, WARNING = range(3)
 
@@ -898,6 +926,36 @@ def test_a_graph_without_state_runs(tmp_path: Path) -> None:
         found = session.run({"codes": codes})
         assert found.keys() == {"waveform"}
         np.testing.assert_array_equal(found["waveform"][0, 0], np.repeat(codes[0].sum(axis=0), 2))
+
+
+def test_a_graph_carries_its_state_on_the_device(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    engine = FakeCarryingCodec()
+    session = TensorRTGraphSession(plan_of(tmp_path, engine), device)
+    assert session.carries_state
+    assert not codec_of(tmp_path).carries_state
+    codes = np.arange(27).reshape(1, 3, 9)
+    whole = session.begin().run({"codes": codes, "position": np.zeros(1, np.int32)})["waveform"]
+    np.testing.assert_array_equal(whole[0, 0], np.repeat(codes[0].sum(axis=0), 2).cumsum())
+    for size in (1, 2, 4):
+        calls, other = session.begin(), session.begin()
+        found = []
+        for start in range(0, 9, size):
+            feeds = {"codes": codes[:, :, start : start + size], "position": np.array([start], np.int32)}
+            outputs = calls.run(feeds)
+            assert outputs.keys() == {"waveform"}
+            found.append(outputs["waveform"])
+            other.run(feeds | {"codes": feeds["codes"] * 3})  # a stream beside it does not disturb it
+        np.testing.assert_array_equal(np.concatenate(found, axis=2), whole)
+    assert engine.positions == [0, *np.repeat(np.arange(9), 2), 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 0, 0, 4, 4, 8, 8]
+
+
+def test_a_graph_that_carries_half_a_state_is_not_opened(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    engine = FakeCarryingCodec()
+    engine.names.remove("present_tail_0")
+    with pytest.raises(EngineError, match=r"missing \['present_tail_0'\], unknown none; build it again"):
+        TensorRTGraphSession(plan_of(tmp_path, engine), device)
 
 
 def test_a_graph_names_what_it_cannot_take(tmp_path: Path) -> None:

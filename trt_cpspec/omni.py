@@ -289,7 +289,7 @@ class Qwen3Omni:
             chat = self.prepare(_chat("Hello.", {"seed": seed, "max_audio_length": frames}))
             assert chat.voice is not None
             assert chat.voice.speaker is not None
-            prompt = self.answer_prompt(voice, chat.prompt_ids, self.tokenizer.encode(text), chat.voice.speaker)
+            prompt = self._prompt(voice, chat.prompt_ids, self.tokenizer.encode(text), chat.voice.speaker)
             assert prompt is not None  # the text holds a token
             return replace(chat.voice, prompt=prompt)
 
@@ -444,7 +444,7 @@ class Qwen3Omni:
         for place, (chat, answer) in enumerate(zip(batch, answers, strict=True)):
             if answer.error is not None or chat.voice is None or chat.voice.speaker is None:
                 continue
-            prompt = self.answer_prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
+            prompt = self._prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
             if prompt is None:
                 speeches[place] = self._nothing(voice, chat, window, mode)
             else:
@@ -467,10 +467,9 @@ class Qwen3Omni:
         assert answer.finish_reason is not None
         return Reply(text=text, token_ids=token_ids, finish_reason=answer.finish_reason, speech=speech)
 
-    def answer_prompt(
+    def _prompt(
         self, voice: SpeechModel, prompt_ids: Sequence[int], answer_ids: Sequence[int], speaker: str
     ) -> Prompt | None:
-        """Return the Talker's prefill for an answer (see :func:`~trt_cpspec.talker.assemble_answer_prompt`)."""
         return assemble_answer_prompt(voice.talker.spec, self.thinker.spec.roles, prompt_ids, answer_ids, speaker)
 
     def _prepare_voice(
@@ -485,7 +484,7 @@ class Qwen3Omni:
         spec = voice.talker.spec
         speaker = resolve_speaker(spec, request.speaker)
         assert speaker is not None  # a Qwen3-Omni has speakers
-        prompt = self.answer_prompt(voice, prompt_ids, [spec.ids.tts_pad_token_id], speaker)
+        prompt = self._prompt(voice, prompt_ids, [spec.ids.tts_pad_token_id], speaker)
         assert prompt is not None  # it holds the token in the answer's place
         rows, asked = len(prompt.text_ids), request.max_audio_length
         max_frames, if_cut = resolve_max_frames(
@@ -532,7 +531,7 @@ class _AnswerText:
         assert chat.voice is not None
         assert chat.voice.speaker is not None
         self._voice, self._chat, self._answer, self._utterance = voice, chat, answer, chat.voice
-        self._prompt_of = partial(model.answer_prompt, voice, chat.prompt_ids, speaker=chat.voice.speaker)
+        self._prompt_of = partial(model._prompt, voice, chat.prompt_ids, speaker=chat.voice.speaker)
         self._prompt: Prompt | None = None
         self._steps: Iterator[None] = model.thinker.steps([answer], model.times.timed)
         self._progress = progress

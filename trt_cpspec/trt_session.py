@@ -400,7 +400,7 @@ class TensorRTGraphSession:
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        past = [name for name in plan.names if name.startswith(PAST)]
+        past = [name for name in plan.names if name.startswith(PAST)] if "codes" in plan.names else []
         carried = {"position", *past, *map(present_name, past)} if past else set()
         plan.check_names({"codes", "waveform"} | carried)
         self._plan, self._device = plan, device
