@@ -17,6 +17,7 @@ import pytest
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
 from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
+from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec.config import SamplingParams
@@ -47,7 +48,7 @@ def _device() -> None:
 
 
 def build_plans(variant: str, precision: str, folder: Path, max_verify_size: int = 8) -> Path:
-    """Build a golden checkpoint for TensorRT; an engine that is there already is used as it is."""
+    """Build a golden checkpoint, or one in a folder, for TensorRT; an engine that is there is used as it is."""
     if not folder.is_dir():
         options = BuildOptions(precision=precision, max_verify_size=max_verify_size)
         backend, kind = choose_backend("tensorrt"), OmniBuild if variant.startswith("omni") else TtsBuild
@@ -335,3 +336,64 @@ def test_verify_passes_and_finds_seeds_by_the_slot(model: Model, monkeypatch: py
 
     monkeypatch.setattr(CodePredictor, "decode_frame", decode_frame)
     assert any(error.startswith("rows: ") for error in verify(predictor, contexts, options)["errors"])
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 2, 7, 25])
+def test_a_stream_is_the_speech(model: Model, chunk_frames: int) -> None:
+    """The codec's state stays on the device from chunk to chunk; the offline decode begins from the same plan."""
+    options = {"seed": 3, "max_audio_length": 30, "verify_size": 3}
+    whole = model.tts.synthesize("Hello there, this is a longer text.", **options)
+    with model.tts.synthesize_stream(
+        "Hello there, this is a longer text.", chunk_frames=chunk_frames, **options
+    ) as stream:
+        chunks = list(stream)
+    found = np.concatenate(chunks)
+    np.testing.assert_array_equal(stream.result.codes, whole.codes)
+    assert [len(chunk) // 1920 for chunk in chunks[:-1]] == [chunk_frames] * (len(chunks) - 1)
+    error = np.abs(found - whole.waveform).max()
+    logger.info(
+        f"{model.variant} {model.precision}, chunks of {chunk_frames}: {len(whole.codes)} frames, largest difference "
+        f"{error:.2e}, first audio {stream.result.time_to_first_audio_ms:.1f} ms"
+    )
+    assert error < 1 / 32768
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 25])
+def test_a_stream_begins_anew_on_the_device(fp32_model: Model, chunk_frames: int) -> None:
+    """Through the reference's chunks of 300 frames, behind 25 of context; beside another stream."""
+    codec = fp32_model.tts.codec
+    codes = np.random.default_rng(2).integers(0, codec.config.codebook_size, (620, codec.config.num_quantizers))
+    streams = codec.stream(), codec.stream()
+    found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for start in range(0, len(codes), chunk_frames):
+        for parts, stream, order in zip(found, streams, (1, -1), strict=True):
+            parts.append(stream.push(codes[::order][start : start + chunk_frames]))
+    for parts, order in zip(found, (1, -1), strict=True):
+        assert np.abs(np.concatenate(parts) - codec.decode(codes[::order])).max() < 1 / 32768
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 2, 7, 25])
+def test_a_streamed_answer_is_the_answer(plans: Callable[[str, str], Path], chunk_frames: int) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    options = {"seed": 3, "verify_size": 3, "mode": "coupled", "max_generate_length": 12, "max_audio_length": 30}
+    whole = model.respond("Hi", **options)
+    stream = model.respond_stream("Hi", chunk_frames=chunk_frames, **options)
+    waveform = np.concatenate(list(stream))
+    assert stream.result.text == whole.text
+    np.testing.assert_array_equal(stream.result.speech.codes, whole.speech.codes)
+    assert np.abs(waveform - whole.speech.waveform).max() < 1 / 32768
+
+
+def test_a_stream_of_the_fused_executor(tmp_path: Path) -> None:
+    """The golden checkpoints are narrower than the kernel takes: a generated one is spoken."""
+    size = DecoderSize(hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1, head_dim=64)
+    write_checkpoint(tmp_path / "checkpoint", SyntheticSpec.tiny(code_predictor=size, talker=size))
+    engine = build_plans(str(tmp_path), "fp16", tmp_path / "engine")
+    tts = Qwen3TTS.from_engine_dir(engine, device="cuda", executor="fused")
+    options = {"seed": 3, "max_audio_length": 20, "verify_size": 3}
+    whole = tts.synthesize("Hello there.", **options)
+    for chunk_frames in (1, 2, 7, 25):
+        stream = tts.synthesize_stream("Hello there.", chunk_frames=chunk_frames, **options)
+        waveform = np.concatenate(list(stream))
+        np.testing.assert_array_equal(stream.result.codes, whole.codes)
+        assert np.abs(waveform - whole.waveform).max() < 1 / 32768

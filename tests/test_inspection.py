@@ -60,6 +60,8 @@ def test_a_whole_engine_folder(engines: Path) -> None:
         "can_verify": True, "max_verify_size": 8, "codebook_size": 2048, "residual_depths": 15, "reason": None,
     }  # fmt: skip
     assert by_folder["code2wav"]["limits"]["max_code_len"] >= 300
+    assert by_folder["code2wav"]["streaming"] is True
+    assert re.search(r"^  streaming +yes$", text, re.MULTILINE)
     for line in (
         "code_predictor: code predictor",
         "  verify     yes, --cpSpecVerifySize 2 to 8",

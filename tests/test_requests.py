@@ -11,6 +11,7 @@ from trt_cpspec.errors import ConfigError
 from trt_cpspec.requests import (
     Request,
     RequestFile,
+    StreamOptions,
     make_chat,
     make_request,
     parse_chats,
@@ -453,7 +454,8 @@ def test_every_key_of_a_conversation() -> None:
         ({"requests": [ask(language="english")]}, "requests[0].language is no known key"),
         ({"requests": [ask()], "temprature": 1}, "temprature is no known key; did you mean 'subtalker_temperature' or"),
         ({"requests": [ask(streaming={})]}, "requests[0].streaming is not possible here, it belongs to the top level"),
-        ({"requests": [ask()], "streaming": {"enable": True}}, "streaming.enable: streaming is not supported yet"),
+        ({"requests": [ask()], "streaming": {"codec_chunk_frames": 0}}, "streaming.codec_chunk_frames is 0"),
+        ({"requests": [ask()], "streaming": {"talker_prefill_threshold": 1.5}}, "threshold must be an integer"),
         ({"requests": [ask()], "streaming": {"chunk": 3}}, "streaming.chunk is no known key"),
         ({"requests": [ask()], "streaming": 3}, "streaming must be a JSON object"),
         ({"requests": [ask()], "streaming": {"enable": 1}}, "streaming.enable must be true or false"),
@@ -501,3 +503,13 @@ def test_a_file_of_conversations_is_read(tmp_path: Path) -> None:
     assert read_chat_file(path).requests[0].messages == ask()["messages"]
     with pytest.raises(ConfigError, match="there is no such file"):
         read_chat_file(tmp_path / "none.json")
+
+
+def test_how_answers_are_streamed() -> None:
+    for given, expected in (
+        (None, StreamOptions(enable=False, codec_chunk_frames=10, talker_prefill_threshold=4)),
+        ({"enable": True, "codec_chunk_frames": None}, StreamOptions(enable=True)),
+        ({"enable": False, "codec_chunk_frames": 2, "talker_prefill_threshold": 1},
+         StreamOptions(enable=False, codec_chunk_frames=2, talker_prefill_threshold=1)),
+    ):  # fmt: skip
+        assert parse_chats({"requests": [ask()], "streaming": given}, "input.json").streaming == expected

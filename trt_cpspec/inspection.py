@@ -125,6 +125,8 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
     }
     if description["kind"] == "code predictor":
         description["verify"] = _verify(folder, limits, found)
+    if description["kind"] == "codec decoder":
+        description["streaming"] = section.values.get("carries_state") is True
     if description["kind"] == "talker":
         description["speakers"] = list(_object(section, "speaker_id"))
         description["languages"] = [name for name in _object(section, "codec_language_id") if "dialect" not in name]
@@ -195,6 +197,8 @@ def _format_one(entry: dict[str, Any]) -> str:
     for key in ("speakers", "languages"):
         if entry.get(key):
             facts[key] = ", ".join(entry[key])
+    if "streaming" in entry:
+        facts["streaming"] = "yes" if entry["streaming"] else "no: built before streaming, build it again to have it"
     verify = entry.get("verify")
     if verify is not None:
         if verify["codebook_size"] is not None:
