@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def assert_streamed(chunks: list[np.ndarray], whole: Speech, streamed: Speech) -
 
 
 class FakeCodec:
-    """Says, one sample a frame, what the first code is; a stand-in for the codec and its stream."""
+    """Says, one sample a frame, what the first code is; a stand-in for the codec and for its stream."""
 
     frames = 0
 
@@ -340,6 +341,38 @@ def silenced(monkeypatch: Patch, *, after: int, value: float) -> None:
         return samples if len(calls) <= after else np.full_like(samples, value)
 
     monkeypatch.setattr(Code2Wav, "call", call)
+
+
+@pytest.mark.parametrize("end", ["exhausted", "closed", "failed"])
+def test_the_codecs_state_is_freed(end: str, lively: Qwen3TTS, monkeypatch: Patch) -> None:
+    """Also where an error is kept that came through it."""
+    begin, states = lively.codec._graph.begin, list[Any]()
+
+    def begun() -> Any:
+        calls = begin()
+        states.append(weakref.ref(calls))
+        return calls
+
+    monkeypatch.setattr(lively.codec._graph, "begin", begun)
+    if end == "failed":
+        silenced(monkeypatch, after=3, value=np.nan)
+        monkeypatch.setattr(CodecStream, "push", _checked_push(CodecStream.push))
+    stream = lively.synthesize_stream("Hello there.", chunk_frames=2, **SAID)
+    next(stream)
+    kept = None
+    if end == "closed":
+        stream.close()
+    else:
+        try:
+            list(stream)
+        except EngineError as error:
+            kept = error
+    gc.disable()
+    try:
+        assert [state() for state in states] == [None]
+    finally:
+        gc.enable()
+    assert (kept is not None) == (end == "failed")
 
 
 def test_a_constant_waveform_is_not_streamed(lively: Qwen3TTS, monkeypatch: Patch) -> None:

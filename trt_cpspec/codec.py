@@ -304,6 +304,10 @@ class CodecStream:
             written += len(samples)
         return waveform[:written]
 
+    def close(self) -> None:
+        """Free the state; no frame can come any more."""
+        self._graph = None
+
     def _decoded(self, part: NDArray[np.int32], *, begins: bool) -> NDArray[np.float32]:
         """Decode frames of one chunk; the first ones of a chunk behind the frames before them."""
         context = self._recent if begins else self._recent[:0]

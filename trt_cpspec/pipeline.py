@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -342,16 +343,17 @@ class SpeechModel:
         with self._busy:
             started = time.perf_counter() if started is None else started
             row = _Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups), text=text)
-            maker = ChunkMaker(self.codec, chunk_frames, self.times.timed)
             first_audio_ms = None
-            for last in self._last(row, window, mode, progress):
-                samples = maker.take(row.frames, last=last)
-                if not len(samples):
-                    continue
-                if first_audio_ms is None:
-                    first_audio_ms = 1000 * (time.perf_counter() - started)
-                    self.times.first_audio_ms.append(first_audio_ms)
-                yield samples
+            # Closed here, by the thread that opened it: an error that is kept keeps what it passed through.
+            with closing(ChunkMaker(self.codec, chunk_frames, self.times.timed)) as maker:
+                for last in self._last(row, window, mode, progress):
+                    samples = maker.take(row.frames, last=last)
+                    if not len(samples):
+                        continue
+                    if first_audio_ms is None:
+                        first_audio_ms = 1000 * (time.perf_counter() - started)
+                        self.times.first_audio_ms.append(first_audio_ms)
+                    yield samples
             if text is not None:
                 text.complete()
                 row.request = text.limited()

@@ -85,6 +85,10 @@ class ChunkMaker:
         """Return all samples so far."""
         return _joined(self._made)
 
+    def close(self) -> None:
+        """Free the codec's state."""
+        self._stream.close()
+
 
 def _joined(parts: Sequence[Float32]) -> Float32:
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
