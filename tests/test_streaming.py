@@ -540,6 +540,23 @@ def test_an_answer_whose_sound_fails_is_written_to_its_end(omni: Any, monkeypatc
     assert omni.model.respond("Hi", **options).text == whole.text
 
 
+def test_a_limit_that_ends_the_speech_leaves_what_is_written(omni: Any) -> None:
+    options = {"seed": 3, "max_generate_length": 40, "max_audio_length": 30}
+    whole, spoken = omni.model.respond("Hi", **options), list[int]()
+
+    def progress(frames: int) -> None:
+        spoken.append(frames)
+        if sum(spoken) >= 3:
+            raise EngineError("the time is up")
+
+    stream = omni.model.respond_stream("Hi", chunk_frames=2, progress=progress, **options)
+    with pytest.raises(SpeechError, match="the time is up") as caught:
+        list(stream)
+    written = len(caught.value.token_ids)
+    assert 4 <= written < 10
+    assert caught.value.token_ids == whole.token_ids[:written]
+
+
 def _checked_push(real: Any) -> Any:
     def push(self: CodecStream, codes: np.ndarray) -> np.ndarray:
         samples = real(self, codes)
