@@ -116,7 +116,7 @@ class CodecSpec:
 
     @property
     def samples_trimmed(self) -> int:
-        """Samples that one call loses where transposed convolutions are cut on both sides (Qwen3-Omni)."""
+        """Samples that an utterance loses where transposed convolutions are cut on both sides (Qwen3-Omni)."""
         lost = 0
         for rate in self.upsample_rates:  # a stage gives (length - 1) * rate
             lost = (lost + 1) * rate
@@ -502,7 +502,8 @@ class _Decoder:
         """Return 0 for the samples that a cut on the left takes away, else 1: ``[1, 1, T * factor]``."""
         graph = self.graph
         first = graph.op("Unsqueeze", graph.op("Less", places, graph.constant(1, np.int32)), self.axes(1))  # [T, 1]
-        head = graph.constant((np.arange(factor) < self.samples_lost)[None])
+        samples = graph.constant(np.arange(factor)[None], np.int32)
+        head = graph.op("Less", samples, graph.constant(self.samples_lost, np.int32))  # [1, factor]
         lost = graph.op("And", first, head)  # [T, factor]: less than a frame is lost, of the first one
         kept = graph.op("Where", lost, self.number(0.0), self.number(1.0))
         return graph.op("Reshape", kept, graph.constant([1, 1, -1], np.int64))

@@ -47,7 +47,7 @@ from .pipeline import (
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
-from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream
+from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream, held
 from .talker import Prompt, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
 
@@ -396,7 +396,7 @@ class Qwen3Omni:
         progress: FrameProgress,
     ) -> Generator[Float32, None, Reply]:
         """Write an answer and speak it meanwhile, on the terms of :meth:`SpeechModel.chunks`."""
-        with self._busy:
+        with held(self._busy, lambda: progress(0)):
             started = time.perf_counter()
             answer = _begun(chat)
             text = _AnswerText(self, voice, chat, answer, progress)

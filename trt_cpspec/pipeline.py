@@ -36,7 +36,7 @@ from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
 from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
-from .streaming import CHUNK_FRAMES, AudioStream, ChunkMaker, checked_chunk_frames
+from .streaming import CHUNK_FRAMES, AudioStream, ChunkMaker, checked_chunk_frames, held
 from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
 
@@ -319,7 +319,7 @@ class SpeechModel:
         chunk_frames : int
             Frames of a chunk, checked; the last one may be shorter.
         progress : callable
-            Called with 1 behind each frame. What it raises ends the speech.
+            Called with 1 behind each frame, and with 0 while the model is busy. What it raises ends the speech.
         text : TrailingText or None
             Where the text is still being written.
         started : float or None
@@ -340,7 +340,7 @@ class SpeechModel:
         NumericsError, EngineError
             The speech failed, after none or some of its chunks.
         """
-        with self._busy:
+        with held(self._busy, lambda: progress(0)):
             started = time.perf_counter() if started is None else started
             row = _Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups), text=text)
             first_audio_ms = None

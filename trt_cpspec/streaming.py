@@ -6,7 +6,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -25,9 +26,23 @@ CHUNK_FRAMES = 10
 PREFILL_THRESHOLD = 4
 """Tokens of an answer, if it has them, that are written before the Talker begins (``talker_prefill_threshold``)."""
 
+_PATIENCE_SECONDS = 0.05
+
 Float32 = NDArray[np.float32]
 Progress = Callable[[int], None]
 R_co = TypeVar("R_co", covariant=True)
+
+
+@contextmanager
+def held(lock: threading.Lock, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock; ``waiting`` is called until it is free, and when it is, and ends the wait by raising."""
+    while not lock.acquire(timeout=_PATIENCE_SECONDS):
+        waiting()
+    try:
+        waiting()
+        yield
+    finally:
+        lock.release()
 
 
 def checked_chunk_frames(chunk_frames: int) -> int:
