@@ -298,7 +298,7 @@ def tts(**options: Any) -> None:
     \b
     For example:
       ENG "Hello there." -o hello.wav
-      ENG "Hello there." --streaming --chunkFrames 5 -o - | ffplay -nodisp -autoexit -
+      ENG "Hello there." --streaming --chunkFrames 5 -o - | ffplay -
       --talkerEngineDir ENG/talker --text "Hello there." --cpSpecVerifySize 3
       --talkerEngineDir ENG/talker --inputFile input.json --outputFile output.json
 
