@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -269,6 +269,8 @@ class EngineBuild(ABC):
         *,
         moe: MoeSpec | None = None,
         accept_hidden_layer: int | None = None,
+        rotary_sections: Sequence[int] | None = None,
+        deepstack_layers: int = 0,
     ) -> None:
         with GraphWriter(folder, name) as graph:
             write_decoder(
@@ -281,6 +283,8 @@ class EngineBuild(ABC):
                 moe=moe,
                 gathered_rows=moe.gathered_rows(self.options.max_batch_size) if moe is not None else 0,
                 accept_hidden_layer=accept_hidden_layer,
+                rotary_sections=rotary_sections,
+                deepstack_layers=deepstack_layers,
                 progress=progress,
             )
             graph.save(index=name == "code_predictor")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .chat import ChatTokenizer
 from .codec import Code2Wav
@@ -22,9 +23,11 @@ from .config import (
     checked_verify_size,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError, SpeechError
+from .encoders import AUDIO_FOLDER, VISION_FOLDER, Encoders
+from .errors import ConfigError, CpSpecError, EngineError, SpeechError
 from .frame import CpSpecStats
 from .inspection import check_component
+from .multimodal import Media, encode_media, expanded, read_media, rotary_positions
 from .pipeline import (
     FrameProgress,
     Speech,
@@ -41,7 +44,7 @@ from .pipeline import (
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
-from .talker import Prompt, Talker, assemble_answer_prompt
+from .talker import ANSWER_ROWS, Prompt, PromptMedia, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
 
 DEFAULT_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
@@ -49,6 +52,7 @@ DEFAULT_MAX_TOKENS = 256
 """What Edge-LLM's input format says of a request without these keys (Hugging Face's ``generate`` takes the argmax)."""
 
 Conversation = str | Sequence[Mapping[str, Any]]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,7 @@ class PreparedChat:
     prompt : str
         As the chat template renders it.
     prompt_ids : tuple of int
+        With a token for each row of a clip or an image.
     params : SamplingParams
         The Thinker's.
     seed : int
@@ -89,6 +94,8 @@ class PreparedChat:
         How the answer will be spoken. Its prompt holds one token in the answer's place, which has yet to come.
     warnings : tuple of str
         What was asked and will not be done.
+    media : Media or None
+        The audio and the images of the conversation.
     """
 
     prompt: str
@@ -98,6 +105,7 @@ class PreparedChat:
     max_tokens: int
     voice: Utterance | None
     warnings: tuple[str, ...]
+    media: Media | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -112,8 +120,11 @@ class Qwen3Omni:
     Not safe for use from several threads at once.
     """
 
-    def __init__(self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None) -> None:
+    def __init__(
+        self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None, encoders: Encoders
+    ) -> None:
         self.thinker = thinker
+        self.encoders = encoders
         self.tokenizer = tokenizer
         self.voice = voice
         self.times = voice.times if voice is not None else StageTimes()
@@ -126,6 +137,7 @@ class Qwen3Omni:
         thinker_dir: Path | str | None = None,
         talker_dir: Path | str | None = None,
         code2wav_dir: Path | str | None = None,
+        multimodal_dir: Path | str | None = None,
         tokenizer_dir: Path | str | None = None,
         audio: bool = True,
         device: str = "auto",
@@ -137,13 +149,16 @@ class Qwen3Omni:
         Parameters
         ----------
         engine_dir : path
-            Holds ``thinker``, ``talker``, ``code_predictor`` and ``multimodal/code2wav``.
+            Holds ``thinker``, ``talker``, ``code_predictor`` and ``multimodal/code2wav``; and ``multimodal/audio`` and
+            ``multimodal/visual``, each of which is opened for the first conversation that needs it.
         thinker_dir : path or None
             In place of ``engine_dir``, whose place its parent takes.
         talker_dir : path or None
             None is the sibling of the Thinker; ``code_predictor`` is the Talker's.
         code2wav_dir, tokenizer_dir : path or None
             None is ``multimodal/code2wav`` beside the Talker, and the Thinker's folder.
+        multimodal_dir : path or None
+            Holds the encoders; None is ``multimodal`` beside the Thinker.
         audio : bool
             False loads the Thinker alone: answers are text.
         device, threads, executor
@@ -167,6 +182,9 @@ class Qwen3Omni:
             check_component(codec_path, "code2wav")
             predictor_path = beside / "code_predictor"
             folders += [talker_path, predictor_path, codec_path]
+        multimodal = Path(multimodal_dir) if multimodal_dir is not None else thinker_path.parent / "multimodal"
+        encoders = [multimodal / name for name in (AUDIO_FOLDER, VISION_FOLDER)]
+        folders += [folder for folder in encoders if (folder / "config.json").is_file()]
         checked_executor(executor)
         runtime = open_runtime(device, folders, threads=threads, code_predictor=predictor_path, executor=executor)
         voice = None
@@ -178,10 +196,17 @@ class Qwen3Omni:
                 ),
                 Code2Wav.from_engine_dir(codec_path, runtime=runtime),
             )
+        thinker = Thinker.from_engine_dir(thinker_path, runtime=runtime)
         return cls(
-            Thinker.from_engine_dir(thinker_path, runtime=runtime),
+            thinker,
             ChatTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir is not None else thinker_path),
             voice,
+            Encoders(
+                folder=multimodal,
+                runtime=runtime,
+                hidden_size=thinker.spec.decoder.hidden_size,
+                num_deepstack_features=thinker.spec.num_deepstack_features,
+            ),
         )
 
     def respond(self, conversation: Conversation, **options: Any) -> Reply:
@@ -202,7 +227,8 @@ class Qwen3Omni:
         Parameters
         ----------
         conversations : sequence
-            Each a list of messages (``role``: system, user or assistant; ``content``), or a text, which is a user's.
+            Each a list of messages (``role``: system, user or assistant; ``content``: a text, or a list of parts, see
+            :class:`~trt_cpspec.requests.ChatRequest`), or a text, which is a user's.
         verify_size : int or "auto"
             0 decodes autoregressively; 2 to 8 verifies that many positions in a pass of the CodePredictor; ``auto`` is
             what :meth:`fastest_verify_size` finds.
@@ -272,12 +298,16 @@ class Qwen3Omni:
         Raises
         ------
         ConfigError
-            A conversation that the template or the engine cannot take, or an unknown speaker (with suggestions).
+            A conversation that the template or the engine cannot take, an unknown speaker (with suggestions), or a
+            file of audio or an image that cannot be used.
         """
         warnings: list[str] = []
         prompt = self.tokenizer.render(request.messages)
         prompt_ids = tuple(self.tokenizer.encode(prompt))
-        max_tokens = self._max_tokens(prompt_ids, request.max_generate_length, warnings)
+        media = read_media(request.messages, self.encoders)
+        if media is not None:
+            prompt_ids = tuple(expanded(prompt_ids, media, self.thinker.spec.media))
+        max_tokens = self._max_tokens(prompt_ids, request.max_generate_length, warnings, media)
         seed = request.seed if request.seed is not None else default_seed
         seed = seed if seed is not None else secrets.randbits(32)
         voice = None
@@ -293,6 +323,7 @@ class Qwen3Omni:
             max_tokens=max_tokens,
             voice=voice,
             warnings=tuple(warnings),
+            media=media,
         )
 
     def run_batch(
@@ -306,15 +337,23 @@ class Qwen3Omni:
         """Answer a batch of conversations on the terms of :meth:`SpeechModel.run_batch`, and speak the answers."""
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
-        answers = [
-            Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
-            for chat in batch
-        ]
+        answers = [self._begun(chat) for chat in batch]
         self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
         if self.voice is None:
             return [self._result(answer, None) for answer in answers]
         speeches = self._speak(self.voice, batch, answers, window, mode, progress)
         return [self._result(answer, speech) for answer, speech in zip(answers, speeches, strict=True)]
+
+    def _begun(self, chat: PreparedChat) -> Answer:
+        """Return the answer of a conversation that is to be generated, with what the encoders give for its media."""
+        answer = Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
+        if chat.media is not None:
+            ids, timed = self.thinker.spec.media, self.times.timed
+            try:
+                answer.media = encode_media(chat.prompt_ids, chat.media, ids, self.encoders, timed)
+            except EngineError as error:
+                answer.error = error
+        return answer
 
     def _speak(
         self,
@@ -332,6 +371,8 @@ class Qwen3Omni:
             if answer.error is not None or chat.voice is None or chat.voice.speaker is None:
                 continue
             prompt = self._prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
+            if prompt is not None and chat.media is not None and answer.media_hidden is not None:
+                prompt = self._with_media(voice, prompt, chat.media, answer.media_hidden)
             if prompt is None:
                 speeches[place] = _silence(
                     voice, chat.voice, CpSpecStats(window, mode, voice.predictor.num_code_groups)
@@ -361,6 +402,18 @@ class Qwen3Omni:
     ) -> Prompt | None:
         return assemble_answer_prompt(voice.talker.spec, self.thinker.spec.roles, prompt_ids, answer_ids, speaker)
 
+    def _with_media(self, voice: SpeechModel, prompt: Prompt, media: Media, hidden: Float32) -> Prompt:
+        """Return a prompt that says of the rows of audio and images what the Thinker made of them.
+
+        Only a user's messages hold them, and all of these are heard: they come in the order of the Thinker's prompt.
+        """
+        ids = self.thinker.spec.media
+        heard = prompt.text_ids.copy()
+        heard[-ANSWER_ROWS:] = voice.talker.spec.ids.tts_pad_token_id  # the answer may hold any token
+        places = np.flatnonzero(np.isin(heard, (ids.audio_token_id, ids.image_token_id)))
+        rotary = rotary_positions(heard.tolist(), ids.image_token_id, media.image_grids) if media.images else None
+        return replace(prompt, media=PromptMedia(places=places, hidden=hidden, rotary=rotary))
+
     def _prepare_voice(
         self,
         voice: SpeechModel,
@@ -387,7 +440,9 @@ class Qwen3Omni:
             speaker=speaker,
         )
 
-    def _max_tokens(self, prompt_ids: Sequence[int], asked: int | None, warnings: list[str]) -> int:
+    def _max_tokens(
+        self, prompt_ids: Sequence[int], asked: int | None, warnings: list[str], media: Media | None
+    ) -> int:
         spec = self.thinker.spec
         limits, rows = spec.limits, len(prompt_ids)
         if not rows:
@@ -399,8 +454,8 @@ class Qwen3Omni:
             )
         if rows > limits.max_input_len:
             raise ConfigError(
-                f"the conversation takes {rows} tokens, the Thinker's max_input_len is {limits.max_input_len}; shorten "
-                f"it, or build with a larger --maxInputLen"
+                f"the conversation takes {rows} tokens{_of_media(media)}, the Thinker's max_input_len is "
+                f"{limits.max_input_len}; shorten it, or build with a larger --maxInputLen"
             )
         room = limits.max_kv_cache_capacity - rows + 1  # the last token is not fed
         if asked is not None and asked > room:
@@ -409,6 +464,14 @@ class Qwen3Omni:
                 f"{limits.max_kv_cache_capacity}"
             )
         return min(asked if asked is not None else DEFAULT_MAX_TOKENS, room)
+
+
+def _of_media(media: Media | None) -> str:
+    """Say how many tokens of a conversation are its media's."""
+    if media is None:
+        return ""
+    images = sum(rows * columns for rows, columns in media.image_grids)
+    return f" (audio {sum(media.clip_rows)}, images {images})"
 
 
 def _answered(utterance: Utterance, spec: TalkerSpec, prompt: Prompt, tokens: int) -> Utterance:
