@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE, PLAN_FILES
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
 
 from .checkpoint import SPECIAL_CODES, SpeechCheckpoint, Weights
@@ -25,7 +25,6 @@ from .engine import Backend, EngineOptions, Report, check_precision
 from .graph import GraphWriter, write_heads_graph
 from .moe import MoeSpec
 from .rebuild import Outcome, RebuildOptions, build_component
-from .sidecar import PLAN_FILES
 
 Progress = Callable[[], None]
 Write = Callable[[Progress], None]

@@ -468,7 +468,7 @@ class _VisionWriter(_EncoderWriter):
         return graph.op("ReduceSum", weighted, graph.constant([1], np.int64), keepdims=0)
 
     def _angles(self, places: str, head_dim: int) -> tuple[str, str]:
-        """Return cosine and sine ``[1, 1, P, headDim / 2]``: the first half of the pairs turn by row, then by column."""
+        """Return cosine and sine ``[1, 1, P, headDim / 2]``: half of the pairs turn by row, half by column."""
         graph, half = self.graph, head_dim // 2
         exponent = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
         frequencies = (1.0 / np.power(np.float32(_ROPE_THETA), exponent)).astype(np.float32)

@@ -139,7 +139,7 @@ def _check_axes(scaling: Section) -> None:
         if scaling.has(key):
             scaling.require(key, True)
     sections = scaling.integers("mrope_section")
-    if len(sections) != 3 or 3 * max(sections[1:]) > sum(sections) + 2:
+    if len(sections) != 3 or any(axis + 3 * (sections[axis] - 1) >= sum(sections) for axis in (1, 2)):
         raise ConfigError(
             f"{scaling.where}: mrope_section {list(sections)} must have three parts, of which height and width take "
             f"every third pair of channels"

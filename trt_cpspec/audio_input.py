@@ -1,8 +1,8 @@
 """Audio files to log-mel features, as the reference's feature extractor makes them.
 
 A file is read as ``librosa.load`` reads it: channels averaged, then resampled by soxr in its quality HQ. The features
-are those of ``transformers`` 4.57, ``WhisperFeatureExtractor``: 10 ms frames, 128 Slaney mel bins, log10 down to 8 below
-the loudest.
+are those of ``transformers`` 4.57, ``WhisperFeatureExtractor``: frames 10 ms apart, Slaney's mel bins, and the decimal
+logarithm down to 8 below the loudest.
 """
 
 from __future__ import annotations

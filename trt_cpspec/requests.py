@@ -109,7 +109,7 @@ _CHAT_OPTIONS: dict[str, Rule] = {
 
 _STREAMING_KEYS = ("enable", "codec_chunk_frames", "talker_prefill_threshold")
 _ONLY_TEXT_SPOKEN = "only parts of type 'text' can be spoken"
-_NO_SUCH_PART = "video input is not supported, give parts of type 'text', 'audio' or 'image'"
+_NO_SUCH_PART = "video input is not supported, parts are of type 'text', 'audio' or 'image'"
 _PART_KEYS = {"text": ("text",), "audio": ("audio",), "image": ("image", "max_pixels")}
 """The kinds of parts that a chat may hold, and their keys; the first names a file, or is the text."""
 

@@ -342,7 +342,7 @@ class TalkerTables:
         return _projected(self._projection, self._text[ids])
 
     def project_hidden(self, hidden: Float32) -> Float32:
-        """Return the same of hidden states of a Thinker, by a projection of their own: ``[n, thinker H]`` to ``[n, H]``."""
+        """Return the same of hidden states of a Thinker, by a projection of their own, ``[n, H']`` to ``[n, H]``."""
         assert self._hidden_projection is not None  # the tables are of a Qwen3-Omni
         return _projected(self._hidden_projection, hidden)
 

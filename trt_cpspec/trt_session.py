@@ -41,7 +41,7 @@ GRAPH_ROWS = 8
 """Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
 
 ACCEPTED = "accept_hidden_states"
-"""An output ``[B, T, H]`` of a Thinker's plan that is read of prompts with media alone; it has an address all the same."""
+"""An output ``[B, T, H]`` of a Thinker's plan, read for prompts with media alone; TensorRT wants an address always."""
 
 ROTARY, DEEPSTACK = "rotary_positions", "deepstack_embeds"
 """Inputs ``[B, T, 3]`` and ``[B, T, D * H]`` that plans of a model that sees have."""
