@@ -235,7 +235,8 @@ def component_kind(config: Mapping[str, Any], where: str) -> Kind:
     """Say what a component is from its ``config.json``.
 
     A CodePredictor is recognised by ``config["model"]`` ending with ``_code_predictor``, and by nothing else; a
-    codec by ``model_type`` (or ``model``) ending with ``_code2wav``; an encoder of Qwen3-Omni by its ``model_type``.
+    codec by ``model_type`` (or ``model``) ending with ``_code2wav``; an encoder of Qwen3-Omni by its ``model_type``,
+    which Edge-LLM's have too, and by saying what stands before it, which theirs do not.
 
     Raises
     ------
@@ -250,7 +251,7 @@ def component_kind(config: Mapping[str, Any], where: str) -> Kind:
         raise EngineError(f"{where}: neither model nor model_type says what this component is")
     if name.endswith("_code2wav"):
         return Kind.CODEC
-    if name in ENCODERS:
+    if name in ENCODERS and "preprocessor" in config:
         return ENCODERS[name]
     if "encoder" in name or not isinstance(model, str):
         raise EngineError(f"{where}: {name!r} is no decoder and no codec; build it with Edge-LLM's own builders")
