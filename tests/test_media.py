@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 from click.testing import CliRunner
+from media_case import GOLDEN, MediaCase, user
 from numpy.typing import NDArray
 from PIL import Image
 from trt_cpspec.builder.decoder import rotary_axes
@@ -26,11 +27,10 @@ from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.image_input import ImageFront, cut, read_image, resized_size
 from trt_cpspec.multimodal import rotary_positions
 from trt_cpspec.omni import Qwen3Omni, Reply
+from trt_cpspec.requests import make_chat
 from trt_cpspec.session import DecoderSession, PassExtras
 from trt_cpspec.tensorfile import TensorFile
 
-GOLDEN = Path(__file__).parent / "golden" / "omni_a"
-GREEDY = dict.fromkeys(("temperature", "talker_temperature", "subtalker_temperature"), 0.0)
 TOLERANCE = 1e-4
 """Absolute; the reference's own arithmetic differs by about 4e-5 in the quietest mel bins."""
 
@@ -41,70 +41,27 @@ def near(actual: Any, expected: Any, atol: float = TOLERANCE) -> None:
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=atol)
 
 
-class MediaCase:
-    """The golden prompt that holds a clip (``heard``) or an image (``seen``), its files and its arrays."""
-
-    def __init__(self, name: str, omni: Any, folder: Path) -> None:
-        self.name, self.model = name, omni.model
-        self.golden = json.loads((GOLDEN / "media.json").read_text(encoding="utf-8"))
-        self.prompt = self.golden["prompts"][name]
-        self.arrays = np.load(GOLDEN / "media.npz")
-        self.clip, self.picture = folder / "clip.wav", folder / "picture.png"
-        soundfile.write(self.clip, self.arrays["heard_audio"], 16000, subtype="FLOAT")
-        Image.fromarray(self.arrays["seen_image"]).save(self.picture)
-        files = {"clip": str(self.clip), "picture": str(self.picture)}
-        self.messages: list[dict[str, Any]] = json.loads(
-            json.dumps(self.prompt["messages"]), object_hook=lambda part: renamed(part, files)
-        )
-        self.options = {
-            "speaker": self.golden["speaker"],
-            "seed": 1,
-            "max_generate_length": self.prompt["thinker_max_new_tokens"],
-            "max_audio_length": self.prompt["talker_max_new_tokens"] - 1,
-            **GREEDY,
-        }
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.arrays[f"{self.name}_{name}"]
-
-    def respond(self, **options: Any) -> Reply:
-        reply: Reply = self.model.respond(self.messages, **self.options, **options)
-        return reply
-
-
-def renamed(part: dict[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    return {key: files.get(value, value) if key in ("audio", "image") else value for key, value in part.items()}
-
-
 @pytest.fixture(params=["heard", "seen"])
 def case(request: pytest.FixtureRequest, omni: Any, tmp_path: Path) -> MediaCase:
-    return MediaCase(request.param, omni, tmp_path)
+    return MediaCase(request.param, omni.model, tmp_path)
 
 
 @pytest.fixture
 def heard(omni: Any, tmp_path: Path) -> MediaCase:
-    return MediaCase("heard", omni, tmp_path)
+    return MediaCase("heard", omni.model, tmp_path)
 
 
 @pytest.fixture
 def seen(omni: Any, tmp_path: Path) -> MediaCase:
-    return MediaCase("seen", omni, tmp_path)
-
-
-def user(*parts: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
-        }
-    ]
+    return MediaCase("seen", omni.model, tmp_path)
 
 
 # -- parity with the reference ----------------------------------------------------------------------------------------
 
 
 def test_every_golden_array_is_held_against_ours() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
+    sources = (Path(__file__), Path(__file__).parent / "helpers" / "media_case.py")
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
     names = {name.split("_", 1)[1] for name in np.load(GOLDEN / "media.npz")}
     assert not [name for name in names if f'["{name}"]' not in source and f'_{name}"]' not in source]
 
@@ -129,19 +86,13 @@ def test_what_is_seen(seen: MediaCase) -> None:
 
 
 def test_the_prompt(case: MediaCase) -> None:
-    prepared = case.model.prepare(case_request(case))
+    prepared = case.model.prepare(case.request())
     assert prepared.prompt == case.prompt["rendered"]
     assert list(prepared.prompt_ids) == case["prompt_ids"].tolist()
     grids = prepared.media.image_grids
     ids = case.model.thinker.spec.media
     found = rotary_positions(prepared.prompt_ids, ids.image_token_id, grids)
     np.testing.assert_array_equal(found.T, case["thinker_position_ids"])
-
-
-def case_request(case: MediaCase) -> Any:
-    from trt_cpspec.requests import make_chat  # noqa: PLC0415
-
-    return make_chat(case.messages, case.options)
 
 
 class Spy:
@@ -743,18 +694,13 @@ def test_an_encoder_that_fails_fails_its_request_alone(seen: MediaCase, monkeypa
     monkeypatch.setattr(seen.model.encoders.vision(), "encode", fail)
     model, window = seen.model, seen.model.window(0)
     talks = [seen.messages, user("Hi")]
-    batch = [model.prepare(case_request_of(talk)) for talk in talks]
+    options = {"seed": 1, "max_generate_length": 2, "max_audio_length": 1}
+    batch = [model.prepare(make_chat(talk, options)) for talk in talks]
     failed, answered = model.run_batch(batch, window=window, mode="rejection")
     assert isinstance(failed, EngineError)
     assert isinstance(answered, Reply)
     alone = model.run_batch(batch[:1], window=window, mode="rejection")
     assert [str(error) for error in alone] == ["out of memory"]
-
-
-def case_request_of(messages: list[dict[str, Any]]) -> Any:
-    from trt_cpspec.requests import make_chat  # noqa: PLC0415
-
-    return make_chat(messages, {"seed": 1, "max_generate_length": 2, "max_audio_length": 1})
 
 
 # -- configs ----------------------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ class FakeCodec(FakeEngine):
 
 
 class FakeSight(FakeEngine):
-    """A decoder that sees: ``hidden = embeds + rotary . (1, 10, 100)``, ``accepted = embeds + both deepstack halves``."""
+    """A decoder that sees: ``hidden = embeds + rotary . (1, 10, 100)``; accepted are the embeds and both halves."""
 
     def __init__(self) -> None:
         super().__init__()
