@@ -188,6 +188,45 @@ def test_a_batch_of_text_audio_and_images_equals_each_alone(heard: MediaCase, se
         np.testing.assert_array_equal(reply.speech.codes, alone.speech.codes)
 
 
+def test_rows_that_end_leave_the_others_where_they_were(heard: MediaCase, seen: MediaCase) -> None:
+    """A short text goes first, in text and in speech, and the row of the image moves up."""
+    model, window = seen.model, seen.model.window(0)
+    short = make_chat(user("Hi"), {"seed": 1, "max_generate_length": 2, "max_audio_length": 1})
+    batch = [model.prepare(request) for request in (short, seen.request(), heard.request())]
+    _, *replies = model.run_batch(batch, window=window, mode="rejection")
+    for case, reply in zip((seen, heard), replies, strict=True):
+        assert list(reply.token_ids) == case["thinker_ids"].tolist()
+        np.testing.assert_array_equal(reply.speech.codes, case["codes"])
+
+
+def test_the_talker_hears_of_each_row_what_the_thinker_made_of_it(
+    heard: MediaCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image before a clip, so that the order of the encoders is not that of the rows."""
+    model, ids = heard.model, heard.model.thinker.spec.media
+    thought, said = Spy(model.thinker, monkeypatch), Spy(model.voice.talker, monkeypatch)
+    talk = user({"image": str(heard.picture)}, "and", {"audio": str(heard.clip)})
+    model.respond(talk, max_generate_length=3, max_audio_length=1, seed=1)
+    prompt = np.array(model.prepare(make_chat(talk, {})).prompt_ids)
+    rows = np.flatnonzero((prompt == ids.audio_token_id) | (prompt == ids.image_token_id))
+    assert len(rows) == 6 + 17
+    expected = model.voice.talker._tables.project_hidden(np.stack([thought.accepted[row] for row in rows]))
+    near([said.embeds[row] for row in rows], expected, 1e-6)  # one user's message: the rows are those of the prompt
+    own = model.voice.talker.embed_text(prompt[:3])
+    near(said.embeds[:3], own, 1e-6)
+
+
+def test_an_answer_may_hold_any_token(seen: MediaCase) -> None:
+    """A placeholder that the Thinker itself writes stands for nothing."""
+    model, ids = seen.model, seen.model.thinker.spec.media
+    answer = [ids.image_token_id, ids.audio_token_id, 5]
+    prepared = model.prepare(seen.request())
+    prompt = model._prompt(model.voice, prepared.prompt_ids, answer, "ethan")
+    placed = model._with_media(model.voice, prompt, prepared.media, np.zeros((6, 64), np.float32)).media
+    assert placed.places.tolist() == np.flatnonzero(prompt.text_ids[:-9] == ids.image_token_id).tolist()
+    np.testing.assert_array_equal(placed.rotary.T[:, :-9], seen["talker_position_ids"][:, :-9])
+
+
 def test_without_speech_the_answer_is_the_same(case: MediaCase, omni: Any) -> None:
     model = Qwen3Omni.from_engine_dir(omni.engine, audio=False, threads=1)
     reply = model.respond(case.messages, temperature=0.0, max_generate_length=case.options["max_generate_length"])
@@ -267,7 +306,7 @@ def test_deepstack_features_are_added_behind_their_layers(engines: dict[str, Pat
     near(second - plain, added, 1e-5)
     first = accepted(np.concatenate([added, np.zeros_like(added)], axis=2))
     assert np.abs(first - plain - added).max() > 1e-2  # layer 2 has seen it
-    near(accepted(np.zeros((1, 5, 64), np.float32)), plain, 0)
+    near(accepted(None), plain, 0)  # nothing of an image stays for the text behind it
 
 
 def test_the_vision_encoder_gives_the_features_side_by_side(engines: dict[str, Path], seen: MediaCase) -> None:
@@ -326,12 +365,17 @@ def tone(seconds: float, rate: int, hertz: float = 440.0) -> F32:
     return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
 
 
-@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
+@pytest.mark.parametrize("rate", [8000, 22050, 44100, 96000])
 def test_another_sample_rate_is_resampled(rate: int) -> None:
     made = resampled(tone(0.5, rate), rate, 16000)
     assert len(made) == math.ceil(int(0.5 * rate) * 16000 / rate)
     middle = slice(800, 7200)  # the ends ring
     near(made[middle], tone(0.5, 16000)[: len(made)][middle], 2e-4)
+    assert len(resampled(tone(0.5, rate)[:1099], rate, 16000)) == math.ceil(1099 * 16000 / rate)
+
+
+def test_what_is_above_half_the_rate_does_not_come_back_as_another_tone() -> None:
+    assert np.abs(resampled(tone(0.5, 44100, 11000), 44100, 16000)[800:7200]).max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -699,6 +743,7 @@ def test_an_encoder_that_fails_fails_its_request_alone(seen: MediaCase, monkeypa
     failed, answered = model.run_batch(batch, window=window, mode="rejection")
     assert isinstance(failed, EngineError)
     assert isinstance(answered, Reply)
+    monkeypatch.setattr(model.thinker, "prefill", lambda *rows: pytest.fail("there is nothing to answer"))
     alone = model.run_batch(batch[:1], window=window, mode="rejection")
     assert [str(error) for error in alone] == ["out of memory"]
 

@@ -134,8 +134,8 @@ def resampled(mono: Float32, rate: int, wanted: int) -> Float32:
     if rate == wanted or not len(mono):
         return mono
     length = -(-len(mono) * wanted // rate)
-    made = np.asarray(soxr.resample(mono, rate, wanted, quality="HQ"), np.float32)[:length]
-    return np.pad(made, (0, length - len(made)))
+    made = np.asarray(soxr.resample(mono, rate, wanted, quality="HQ"), np.float32)
+    return np.pad(made, (0, length - len(made)))  # soxr rounds the length, librosa rounds it up
 
 
 def log_mel(clips: Sequence[Float32], front: AudioFront) -> list[Float32]:

@@ -238,8 +238,8 @@ def table_corners(rows: int, columns: int, side: int, merge: int) -> tuple[NDArr
         highs.append(np.minimum(low + 1, side - 1))
         parts.append(place - low)
     down, across = parts[0][:, None], parts[1][None]
-    corners: list[Any] = [near[:, None] * side + beside[None] for near in (lows[0], highs[0]) for beside in
-                          (lows[1], highs[1])]  # fmt: skip
+    pairs = [(near, beside) for near in (lows[0], highs[0]) for beside in (lows[1], highs[1])]
+    corners = [near[:, None] * side + beside[None] for near, beside in pairs]
     shares: list[Any] = [(1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across]
     return (
         _squares(np.stack(corners, axis=-1).astype(np.int32), merge),
