@@ -34,7 +34,7 @@ from trt_cpspec.audio_input import AudioFront
 from trt_cpspec.config import Section
 from trt_cpspec.encoders import AUDIO_TYPE, VISION_TYPE
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.image_input import ImageFront
+from trt_cpspec.image_input import MAX_PATCHES, ImageFront
 
 from .checkpoint import Weights
 from .decoder import MASKED
@@ -299,7 +299,8 @@ def write_vision_encoder(
 ) -> dict[str, Any]:
     """Write the vision encoder's graph into an existing folder and return its engine config.
 
-    Parameters are those of :func:`write_audio_encoder`; ``max_rows`` is how many rows an image may have.
+    Parameters are those of :func:`write_audio_encoder`; ``max_rows`` is how many rows an image may have, up to what
+    :data:`~trt_cpspec.image_input.MAX_PATCHES` become.
     """
     with GraphWriter(folder, VISION_TYPE) as graph:
         writer = _VisionWriter(Products(graph, weights, dtype, narrow=narrow), VISION_PREFIX, _VISION_EPS)
@@ -313,7 +314,7 @@ def write_vision_encoder(
         "positions_per_side": math.isqrt(spec.num_position_embeddings),
         "vision_config": config,
         "preprocessor": asdict(front),
-        "builder_config": {"max_patches": max_rows * spec.merged_patches},
+        "builder_config": {"max_patches": min(max_rows * spec.merged_patches, MAX_PATCHES)},
     }
 
 

@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from media_case import GOLDEN, MediaCase, user
 from numpy.typing import NDArray
 from PIL import Image
+from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.decoder import rotary_axes
+from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.synthetic import AudioSize, DecoderSize, OmniSpec, VisionSize, write_checkpoint
 
 from trt_cpspec.audio_input import AudioFront, log_mel, read_clip, resampled
@@ -24,7 +26,7 @@ from trt_cpspec.cli import llm
 from trt_cpspec.config import Section
 from trt_cpspec.encoders import Encoders, table_corners
 from trt_cpspec.errors import ConfigError, EngineError
-from trt_cpspec.image_input import ImageFront, cut, read_image, resized_size
+from trt_cpspec.image_input import MAX_PATCHES, ImageFront, cut, read_image, resized_size
 from trt_cpspec.multimodal import rotary_positions
 from trt_cpspec.omni import Qwen3Omni, Reply
 from trt_cpspec.requests import make_chat
@@ -656,6 +658,23 @@ def test_images_that_cannot_be_used(name: str, tmp_path: Path) -> None:
         read_image(tmp_path / file, EYE, max_patches=64)
 
 
+def test_the_hint_of_a_larger_build_ends_where_builds_do(tmp_path: Path) -> None:
+    picture((4000, 3000))(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match=r'takes 8192; .* "max_pixels": 2097152 to have it scaled down$'):
+        read_image(tmp_path / "a.png", EYE, max_patches=MAX_PATCHES)
+
+
+@pytest.mark.parametrize(("max_input_len", "max_patches"), [(8, 32), (3000, 8192)])
+def test_an_image_may_have_as_many_rows_as_a_prefill(
+    max_input_len: int, max_patches: int, omni: Any, tmp_path: Path
+) -> None:
+    choices = BuildOptions(max_input_len=max_input_len)
+    with OmniBuild(omni.checkpoint, tmp_path / "engine", choices) as build:
+        build.build_vision_encoder()
+        config = json.loads((tmp_path / "engine" / ".partial" / "multimodal" / "visual" / "config.json").read_text())
+    assert config["builder_config"] == {"max_patches": max_patches}
+
+
 def test_an_image_is_scaled_down_where_that_is_asked(tmp_path: Path) -> None:
     picture((2000, 1000))(tmp_path / "a.png")
     patches = read_image(tmp_path / "a.png", EYE, max_patches=64, max_pixels=16384)
@@ -775,7 +794,7 @@ def test_an_encoder_that_fails_fails_its_request_alone(seen: MediaCase, monkeypa
         ),
         ("config.json", "talker_config.text_config.rope_scaling.mrope_section", [2, 3, 3], "every third pair"),
         ("preprocessor_config.json", "feature_size", 80, "feature_size is 80, num_mel_bins is 128"),
-        ("preprocessor_config.json", "dither", 0.1, "dither is 0.1, only 0.0 is supported"),
+        ("preprocessor_config.json", "dither", 0.1, "dither is 0.1, only 0 is supported"),
         ("preprocessor_config.json", "patch_size", 14, "contradict vision_config"),
         ("preprocessor_config.json", "image_std", [0.5, 0.5], "image_std must hold three numbers"),
         ("preprocessor_config.json", "hop_length", None, "hop_length must be an integer"),

@@ -63,8 +63,8 @@ class AudioFront:
     def from_section(cls, section: Section) -> AudioFront:
         """Read it; a key that is missing or not supported is a ConfigError that names it."""
         for key in ("dither", "padding_value"):
-            if section.has(key):
-                section.require(key, 0.0)
+            if section.has(key) and section.number(key):
+                raise ConfigError(f"{section.where}: {key} is {section.number(key)}, only 0 is supported")
         return cls(**{item.name: section.integer(item.name, minimum=1) for item in fields(cls)})
 
     @property

@@ -24,6 +24,10 @@ FORMATS = ("PNG", "JPEG")
 MAX_DECODED_PIXELS = 89_478_485
 """Pixels of a file that is opened at all: Pillow's own limit against files that swell."""
 
+MAX_PATCHES = 8192
+"""Patches that an encoder is built for at most: about 1920 x 1088 pixels. Attention's scores grow with their square,
+and take 4 GiB there."""
+
 MAX_ASPECT = 200
 """Long side over short side at most (the reference's)."""
 
@@ -141,10 +145,11 @@ def _check_patches(path: Path, image: Any, size: tuple[int, int], front: ImageFr
     count = size[0] * size[1] // front.patch_size**2
     if count > limit:
         most = limit * front.patch_size**2
+        hint = ", or build with a larger --maxInputLen" if limit < MAX_PATCHES else ""
         raise ConfigError(
             f"{path} is too large: {image.width} x {image.height} pixels take {count} patches of "
             f"{front.patch_size} x {front.patch_size}, the vision encoder takes {limit}; give the part "
-            f'"max_pixels": {most} to have it scaled down, or build with a larger --maxInputLen'
+            f'"max_pixels": {most} to have it scaled down{hint}'
         )
 
 
