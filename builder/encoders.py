@@ -103,10 +103,11 @@ class AudioEncoderSpec:
         """Read an ``audio_config``; a key that is missing or not supported is a ConfigError that names it."""
         section.require("activation_function", "gelu")
         section.require("scale_embedding", False)
+        sizes = {item.name: section.integer(item.name, minimum=1) for item in fields(cls)}
         try:
-            return cls(**{item.name: section.integer(item.name, minimum=1) for item in fields(cls)})
+            return cls(**sizes)
         except ConfigError as error:
-            raise error if section.where in str(error) else ConfigError(f"{section.where}: {error}") from error
+            raise ConfigError(f"{section.where}: {error}") from error
 
     @property
     def chunk_frames(self) -> int:

@@ -60,8 +60,8 @@ class OmniBuild(EngineBuild):
         engine_options: EngineOptions | None = None,
     ) -> None:
         checkpoint = read_omni_checkpoint(checkpoint_dir)
-        self._encoders = [name for name in ENCODER_FOLDERS if getattr(checkpoint.encoders, name) is not None]
-        self.folders = (*OMNI_COMPONENTS, *(ENCODER_FOLDERS[name] for name in self._encoders))
+        encoders = [name for name in ENCODER_FOLDERS if getattr(checkpoint.encoders, name) is not None]
+        self.folders = (*OMNI_COMPONENTS, *(ENCODER_FOLDERS[name] for name in encoders))
         super().__init__(
             checkpoint, checkpoint.codec, engine_dir, options, backend=backend, engine_options=engine_options
         )

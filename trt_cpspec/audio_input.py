@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -23,9 +24,10 @@ from .errors import ConfigError
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3")
 """What libsndfile calls the kinds of files that are read."""
 
-MIN_RATE, MAX_RATE = 1_000, 768_000
+MIN_RATE, MAX_RATE = 1_000, 384_000
 """Sample rates that are resampled, in hertz."""
 
+_BLOCK_SAMPLES = 1 << 16
 _BLOCK_FRAMES = 4096
 _MEL_LINEAR_HZ = 200 / 3
 _MEL_BREAK_HZ = 1000.0
@@ -98,11 +100,9 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
             kind, rate, samples = file.format, int(file.samplerate), int(file.frames)
             _check_kind(path, kind, rate)
             _check_length(path, samples / rate, front)
-            longest = front.chunk_length * rate + 1  # a header may say less than there is
-            sound = file.read(frames=longest, dtype="float32", always_2d=True)
+            mono = _mono(file, front.chunk_length * rate)
     except (soundfile.LibsndfileError, OSError, MemoryError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as audio (wav, flac and mp3 can): {error}") from error
-    mono = sound.mean(axis=1, dtype=np.float32)
     if not np.isfinite(mono).all():
         raise ConfigError(f"{path} holds samples that are not finite")
     _check_length(path, len(mono) / rate, front)
@@ -113,6 +113,16 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
             f"{front.min_samples} ({1000 * front.min_samples / front.sampling_rate:.1f} ms)"
         )
     return clip
+
+
+def _mono(file: Any, longest: int) -> Float32:
+    """Return the mean of a file's channels, ``[S]``; a header may say less than there is, and what is too long ends."""
+    parts, count = [np.zeros(0, np.float32)], 0
+    # Not blocks(): of a file that is cut short it gives the samples that the header promises.
+    while count <= longest and len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+        parts.append(block.mean(axis=1, dtype=np.float32))
+        count += len(block)
+    return np.concatenate(parts)
 
 
 def _check_kind(path: Path, kind: str, rate: int) -> None:

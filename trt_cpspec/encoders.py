@@ -67,7 +67,7 @@ class AudioEncoder:
 
     @classmethod
     def from_engine_dir(cls, folder: Path, *, runtime: Runtime) -> AudioEncoder:
-        """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of :meth:`Code2Wav`."""
+        """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of a codec's."""
         section = _config(folder, AUDIO_TYPE)
         return cls(runtime.graph(folder, AUDIO_PLAN, ("mel", "extents", "lengths", "embeds")), section)
 
@@ -127,7 +127,7 @@ class VisionEncoder:
 
     @classmethod
     def from_engine_dir(cls, folder: Path, *, runtime: Runtime) -> VisionEncoder:
-        """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of :meth:`Code2Wav`."""
+        """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of a codec's."""
         section = _config(folder, VISION_TYPE)
         names = ("patches", "places", "corners", "shares", "embeds")
         deep = ("deepstack",) if section.integer("num_deepstack_features", minimum=0) else ()

@@ -11,7 +11,6 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,15 +123,14 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path, formats=FORMATS) as image:
-                size = resized_size(image.height, image.width, front, max_pixels)
-                _check_patches(path, image, size, front, max_patches)
+                _check_size(path, image, front, max_patches, max_pixels)
                 pixels = _rgb(ImageOps.exif_transpose(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ConfigError(
             f"{path} is too large: an image may have {MAX_DECODED_PIXELS:,} pixels before it is scaled; scale it down"
         ) from error
-    except ConfigError as error:
-        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from error
+    except ConfigError:
+        raise
     except Exception as error:  # Pillow's readers raise what they like on a damaged file
         raise ConfigError(f"{path} cannot be read as an image (png and jpeg can): {error}") from error
     height, width = resized_size(pixels.height, pixels.width, front, max_pixels)
@@ -141,8 +139,12 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
     return cut(np.asarray(pixels), front)
 
 
-def _check_patches(path: Path, image: Any, size: tuple[int, int], front: ImageFront, limit: int) -> None:
-    count = size[0] * size[1] // front.patch_size**2
+def _check_size(path: Path, image: Image.Image, front: ImageFront, limit: int, max_pixels: int | None) -> None:
+    """Refuse an image of which the encoder cannot take the patches, before its pixels are decoded."""
+    try:
+        count = math.prod(resized_size(image.height, image.width, front, max_pixels)) // front.patch_size**2
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if count > limit:
         most = limit * front.patch_size**2
         hint = ", or build with a larger --maxInputLen" if limit < MAX_PATCHES else ""
