@@ -97,15 +97,17 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
         raise ConfigError(f"{path}: there is no such file")
     try:
         with soundfile.SoundFile(str(path)) as file:
-            kind, rate, samples = file.format, int(file.samplerate), int(file.frames)
-            _check_kind(path, kind, rate)
-            _check_length(path, samples / rate, front)
+            rate = int(file.samplerate)
+            _check_kind(path, file.format, rate)
             mono = _mono(file, front.chunk_length * rate)
     except (soundfile.LibsndfileError, OSError, MemoryError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as audio (wav, flac and mp3 can): {error}") from error
     if not np.isfinite(mono).all():
         raise ConfigError(f"{path} holds samples that are not finite")
-    _check_length(path, len(mono) / rate, front)
+    if len(mono) > front.chunk_length * rate:
+        raise ConfigError(
+            f"{path} is too long: it lasts more than {front.chunk_length} s, the longest clip; give it in parts"
+        )
     clip = resampled(mono, rate, front.sampling_rate)
     if len(clip) < front.min_samples:
         raise ConfigError(
@@ -116,7 +118,7 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
 
 
 def _mono(file: Any, longest: int) -> Float32:
-    """Return the mean of a file's channels, ``[S]``; a header may say less than there is, and what is too long ends."""
+    """Return the mean of a file's channels, ``[S]``: not much beyond the longest, whatever the header says of it."""
     parts, count = [np.zeros(0, np.float32)], 0
     # Not blocks(): of a file that is cut short it gives the samples that the header promises.
     while count <= longest and len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
@@ -130,13 +132,6 @@ def _check_kind(path: Path, kind: str, rate: int) -> None:
         raise ConfigError(f"{path} is audio of the kind {kind}; give wav, flac or mp3")
     if not MIN_RATE <= rate <= MAX_RATE:
         raise ConfigError(f"{path} has a sample rate of {rate} Hz; give {MIN_RATE} to {MAX_RATE}")
-
-
-def _check_length(path: Path, seconds: float, front: AudioFront) -> None:
-    if seconds > front.chunk_length:
-        raise ConfigError(
-            f"{path} is too long: it lasts {seconds:.1f} s, a clip may last {front.chunk_length} s; give it in parts"
-        )
 
 
 def resampled(mono: Float32, rate: int, wanted: int) -> Float32:
