@@ -272,6 +272,13 @@ def test_a_model_without_encoders_says_what_to_build(engines: dict[str, Path], h
         assert f"multimodal/{name}, which is not there: build the engine folder from a checkpoint" in str(refused.value)
 
 
+def test_a_model_made_by_hand_may_lack_encoders(heard: MediaCase) -> None:
+    model = Qwen3Omni(heard.model.thinker, heard.model.tokenizer, None)
+    assert model.respond("Hi", max_generate_length=1).token_ids
+    with pytest.raises(ConfigError, match=r"^messages\[0\].content\[0\]: this model was made without encoders"):
+        model.respond(heard.messages)
+
+
 def test_an_encoder_of_another_checkpoint_is_refused(
     engines: dict[str, Path], omni: Any, heard: MediaCase, tmp_path: Path
 ) -> None:

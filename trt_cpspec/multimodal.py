@@ -64,8 +64,15 @@ class Encoded:
     extras: RowExtras
 
 
-def read_media(messages: Sequence[Mapping[str, Any]], encoders: Encoders) -> Media | None:
+def read_media(messages: Sequence[Mapping[str, Any]], encoders: Encoders | None) -> Media | None:
     """Read the audio and image files of a conversation; None where it is text alone.
+
+    Parameters
+    ----------
+    messages : sequence of mapping
+        Checked (see :class:`~trt_cpspec.requests.ChatRequest`).
+    encoders : Encoders or None
+        None is a model that was made without.
 
     Raises
     ------
@@ -74,19 +81,25 @@ def read_media(messages: Sequence[Mapping[str, Any]], encoders: Encoders) -> Med
     """
     clips: list[Float32] = []
     images: list[Patches] = []
-    for index, message in enumerate(messages):
-        content = message["content"]
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part_kind(part)
-            try:
-                if kind == AUDIO:
-                    clips.append(read_clip(Path(part[AUDIO]), encoders.audio().front))
-                elif kind == IMAGE:
-                    images.append(_read_image(part, encoders.vision()))
-            except ConfigError as error:
-                raise ConfigError(f"messages[{index}].content[{number}]: {error}") from error
-    if not clips and not images:
+    parts = [
+        (f"messages[{index}].content[{number}]", part)
+        for index, message in enumerate(messages)
+        if isinstance(message["content"], list)
+        for number, part in enumerate(message["content"])
+        if part_kind(part) in (AUDIO, IMAGE)
+    ]
+    if not parts:
         return None
+    if encoders is None:
+        raise ConfigError(f"{parts[0][0]}: this model was made without encoders: give it some, or text alone")
+    for place, part in parts:
+        try:
+            if part_kind(part) == AUDIO:
+                clips.append(read_clip(Path(part[AUDIO]), encoders.audio().front))
+            else:
+                images.append(_read_image(part, encoders.vision()))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
     features = log_mel(clips, encoders.audio().front) if clips else []
     merge = encoders.vision().front.merge_size if images else 1
     return Media(

@@ -121,7 +121,11 @@ class Qwen3Omni:
     """
 
     def __init__(
-        self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None, encoders: Encoders
+        self,
+        thinker: Thinker,
+        tokenizer: ChatTokenizer,
+        voice: SpeechModel | None,
+        encoders: Encoders | None = None,
     ) -> None:
         self.thinker = thinker
         self.encoders = encoders
@@ -347,7 +351,7 @@ class Qwen3Omni:
     def _begun(self, chat: PreparedChat) -> Answer:
         """Return the answer of a conversation that is to be generated, with what the encoders give for its media."""
         answer = Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
-        if chat.media is not None:
+        if chat.media is not None and self.encoders is not None:
             ids, timed = self.thinker.spec.media, self.times.timed
             try:
                 answer.media = encode_media(chat.prompt_ids, chat.media, ids, self.encoders, timed)
