@@ -29,6 +29,7 @@ from trt_cpspec.errors import ConfigError
 
 from .checkpoint import Weights
 from .graph import GraphWriter
+from .linear import gelu, standardised
 
 TOKENIZER_FOLDER = "speech_tokenizer"
 MODEL_TYPE = "qwen3_tts_code2wav"
@@ -480,23 +481,17 @@ class _Decoder:
         inner = self.layer_norm(f"{name}.norm", self.swapped(inner))
         inner = self.linear(f"{name}.pwconv1", inner, (4 * channels, channels), bias=True)
         gamma = self.read(f"{name}.gamma", (channels,))
-        inner = self.linear(f"{name}.pwconv2", self.gelu(inner), (channels, 4 * channels), bias=True, scale=gamma)
+        inner = self.linear(
+            f"{name}.pwconv2", gelu(self.graph, inner), (channels, 4 * channels), bias=True, scale=gamma
+        )
         return op("Add", value, self.swapped(inner))
 
     def layer_norm(self, name: str, value: str) -> str:
         """Normalise the last axis, ``latent_dim`` wide, by mean and variance."""
         op, shape = self.graph.op, (self.spec.latent_dim,)
-        centred = op("Sub", value, op("ReduceMean", value, axes=[-1], keepdims=1))
-        variance = op("ReduceMean", op("Mul", centred, centred), axes=[-1], keepdims=1)
-        normed = op("Div", centred, op("Sqrt", op("Add", variance, self.number(_LAYER_NORM_EPS))))
+        normed = standardised(self.graph, value, _LAYER_NORM_EPS)
         scaled = op("Mul", normed, self.stored(f"{name}.weight", shape))
         return op("Add", scaled, self.stored(f"{name}.bias", shape))
-
-    def gelu(self, value: str) -> str:
-        """Apply the exact (erf) GELU."""
-        op = self.graph.op
-        erf = op("Erf", op("Mul", value, self.number(math.sqrt(0.5))))
-        return op("Mul", op("Mul", value, self.number(0.5)), op("Add", erf, self.number(1.0)))
 
     def heard(self, places: str, factor: int) -> str:
         """Return 0 for the samples that a cut on the left takes away, else 1: ``[1, 1, T * factor]``."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from media_case import MediaCase
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
 from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
@@ -24,6 +25,7 @@ from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import EngineError, NumericsError
+from trt_cpspec.image_input import read_image
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
@@ -317,6 +319,55 @@ def test_conversations_in_a_batch_equal_each_alone(plans: Callable[[str, str], P
     options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_generate_length": 8, "max_audio_length": 6}
     for text, reply in zip(texts, model.respond_all(texts, **options), strict=True):
         alone = model.respond(text, **options)
+        assert alone.token_ids == reply.token_ids
+        np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)
+
+
+@pytest.mark.parametrize(("verify_size", "mode"), [(0, "rejection"), (3, "rejection"), (8, "coupled")])
+@pytest.mark.parametrize("name", ["heard", "seen"])
+def test_what_is_heard_and_seen_is_answered_as_the_reference_does(
+    name: str, verify_size: int, mode: Any, plans: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    case = MediaCase(name, model, tmp_path)
+    reply = case.respond(verify_size=verify_size, mode=mode)
+    assert list(reply.token_ids) == case["thinker_ids"].tolist()
+    assert (reply.text, reply.finish_reason) == (case.prompt["text"], case.prompt["thinker_finish"])
+    assert reply.speech is not None
+    np.testing.assert_array_equal(reply.speech.codes, case["codes"])
+    assert np.abs(reply.speech.waveform - case["waveform"]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-3), ("fp16", 1e-2)])
+def test_the_encoders(precision: str, bound: float, plans: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """FP32 within an absolute difference, FP16 within a share of the norm."""
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", precision), device="cuda", audio=False)
+    heard, seen = (MediaCase(name, model, tmp_path) for name in ("heard", "seen"))
+    audio, vision = model.encoders.audio(), model.encoders.vision()
+    patches = read_image(seen.picture, vision.front, max_patches=vision.max_patches)
+    picture = vision.encode(patches)
+    found = {"heard_audio_embeds": audio.encode([heard["audio_features"]])[0], "seen_image_embeds": picture.embeds}
+    found["seen_image_deepstack"] = picture.deepstack[None]
+    for name, rows in found.items():
+        wanted = heard.arrays[name]
+        error = np.abs(rows - wanted).max()
+        share = np.linalg.norm(rows - wanted) / np.linalg.norm(wanted)
+        logger.info(f"{name} {precision}: largest difference {error:.2e}, share of the norm {share:.2e}")
+        assert (error if precision == "fp32" else share) < bound
+    # A window and a bit, and what one call does not take.
+    mel = np.random.default_rng(0).standard_normal((128, 7300)).astype(np.float32)
+    whole = audio.encode([mel])[0]
+    assert whole.shape == (audio.rows_of(7300), 64)
+    np.testing.assert_allclose(whole[:104], audio.encode([mel[:, :800]])[0], rtol=0, atol=10 * bound)
+
+
+def test_media_in_a_batch_equal_each_alone(plans: Callable[[str, str], Path], tmp_path: Path) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    heard, seen = (MediaCase(name, model, tmp_path) for name in ("heard", "seen"))
+    talks: list[Any] = [heard.messages, "Hello there.", seen.messages]
+    options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_generate_length": 8, "max_audio_length": 6}
+    for talk, reply in zip(talks, model.respond_all(talks, **options), strict=True):
+        alone = model.respond(talk, **options)
         assert alone.token_ids == reply.token_ids
         np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)
 

@@ -324,7 +324,7 @@ def test_the_codec_is_found_in_the_multimodal_folder(omni_copy: Path, work: Path
         ({"requests": [ask(), ask("river " * 2000)]}, r"requests\[1\]: the conversation takes"),
         (
             {"requests": [{"messages": [{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}]}]},
-            r"requests\[0\].messages\[0\].content\[0\].type is 'video'; image, audio and video input is not supported",
+            r"requests\[0\].messages\[0\].content\[0\].type is 'video'; video input is not supported",
         ),
     ],
 )

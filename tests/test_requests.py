@@ -475,17 +475,48 @@ def test_a_conversation_that_cannot_be_used(document: dict[str, Any], words: str
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["image", "audio", "video"])
 @pytest.mark.parametrize("typed", [True, False])
-def test_media_are_refused_by_name(kind: str, typed: bool) -> None:
-    part = {kind: "file"} | ({"type": kind} if typed else {})
+def test_video_is_refused_by_name(typed: bool) -> None:
+    part = {"video": "file"} | ({"type": "video"} if typed else {})
     message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}
     with pytest.raises(ConfigError) as refused:
         chats({"requests": [ask(), ask(messages=[message])]})
     assert str(refused.value) == (
-        f"in.json: requests[1].messages[0].content[1].type is '{kind}'; image, audio and video input is not supported "
-        f"yet, give parts of type 'text'"
+        "in.json: requests[1].messages[0].content[1].type is 'video'; video input is not supported, parts are of type "
+        "'text', 'audio' or 'image'"
     )
+
+
+@pytest.mark.parametrize("part", [{"audio": "a.wav"}, {"type": "image", "image": "b.png", "max_pixels": 4096}])
+def test_a_user_may_give_files(part: dict[str, Any]) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}
+    (request,) = chats({"requests": [ask(messages=[message])]}).requests
+    assert request.messages == [message]
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "fault"),
+    [
+        ("system", {"type": "audio", "audio": "a"}, ": audio in a message of role 'system'; only a user's message can"),
+        ("assistant", {"image": "a"}, ": image in a message of role 'assistant'; only a user's message can hold it"),
+        ("user", {"type": "audio"}, ".audio must be a string, the path of a file, it is missing"),
+        ("user", {"type": "image", "image": ["a"]}, r".image must be a string, the path of a file, it is \['a'\]"),
+        ("user", {"type": "image", "image": ""}, ".image is empty; give the path of a file"),
+        ("user", {"type": "image", "image": "a", "max_pixels": 0}, ".max_pixels is 0, it must be at least 1"),
+        ("user", {"type": "image", "image": "a", "maxpixels": 1}, ".maxpixels is no known key; did you mean 'max_pix"),
+        ("user", {"type": "audio", "audio": "a", "max_pixels": 9}, ".max_pixels is no known key"),
+        ("user", {"type": "picture", "picture": "a"}, ".type is 'picture'; .* parts are of type 'text', 'audio' or"),
+    ],
+)
+def test_parts_that_are_none(role: str, part: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"in.json: requests\[0\].messages\[0\].content\[0\]{fault}"):
+        chats({"requests": [ask(messages=[{"role": role, "content": [part]}])]})
+
+
+def test_texts_that_are_spoken_hold_no_media() -> None:
+    message = {"role": "assistant", "content": [{"type": "audio", "audio": "a.wav"}]}
+    with pytest.raises(ConfigError, match="type is 'audio'; only parts of type 'text' can be spoken"):
+        parse({"messages": [message]})
 
 
 def test_options_by_keyword() -> None:

@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 import soundfile
 from click.testing import CliRunner, Result
+from media_case import MediaCase, user
 
 from trt_cpspec import Qwen3TTS, Speech
 from trt_cpspec.cli import llm, tts
 from trt_cpspec.codec import Code2Wav, CodecStream
 from trt_cpspec.errors import ConfigError, CpSpecError, EngineError, NumericsError, SpeechError
 from trt_cpspec.pipeline import SpeechModel
+from trt_cpspec.runtime import Runtime
 from trt_cpspec.streaming import AudioStream, ChunkMaker
 
 Patch = pytest.MonkeyPatch
@@ -612,6 +614,77 @@ def test_a_model_without_a_voice_has_no_stream(omni: Any) -> None:
         omni.model.stream(chat, **how, chunk_frames=2, prefill_threshold=0)
 
 
+# ---- an answer to what is heard and seen ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(omni: Any, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Return what makes a conversation that holds a clip and an image."""
+    files = MediaCase("heard", omni.model, tmp_path)
+    clip, picture = {"type": "audio", "audio": str(files.clip)}, {"type": "image", "image": str(files.picture)}
+    return lambda: user("Listen: ", clip, "and look: ", picture, "What is it?")
+
+
+@pytest.mark.parametrize(("size", "how"), [(2, {}), (7, {"verify_size": 3, "mode": "coupled"})])
+def test_an_answer_to_a_clip_and_an_image_is_streamed(
+    size: int, how: dict[str, Any], omni: Any, shown: Callable[..., Any]
+) -> None:
+    options = {"seed": 3, "max_generate_length": 12, "max_audio_length": 16, **how}
+    whole = omni.model.respond(shown(), **options)
+    assert omni.model.respond(user("Listen: and look: What is it?"), **options).speech.codes.tolist() != (
+        whole.speech.codes.tolist()
+    )
+    stream = omni.model.respond_stream(shown(), chunk_frames=size, **options)
+    chunks, reply = list(stream), stream.result
+    assert (reply.text, reply.token_ids, reply.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
+    assert_streamed(chunks, whole.speech, reply.speech)
+
+
+@pytest.mark.parametrize("name", ["heard", "seen"])
+def test_streamed_answers_to_media_are_those_of_the_reference(name: str, omni: Any, tmp_path: Path) -> None:
+    case = MediaCase(name, omni.model, tmp_path)
+    stream = omni.model.respond_stream(case.messages, chunk_frames=2, **case.options)
+    waveform = np.concatenate(list(stream))
+    assert list(stream.result.token_ids) == case["thinker_ids"].tolist()
+    np.testing.assert_array_equal(stream.result.speech.codes, case["codes"])
+    assert np.abs(waveform - case["waveform"]).max() < 1e-4
+
+
+def test_an_encoder_that_fails_ends_its_stream_alone(omni: Any, shown: Callable[..., Any], monkeypatch: Patch) -> None:
+    def fail(*args: Any) -> Any:
+        raise EngineError("out of memory")
+
+    options = {"seed": 3, "max_generate_length": 3, "max_audio_length": 2}
+    whole = omni.model.respond(shown(), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(omni.model.encoders.vision(), "encode", fail)
+        patch.setattr(omni.model.thinker, "prefill", lambda *rows: pytest.fail("there is nothing to answer"))
+        with pytest.raises(EngineError, match="out of memory") as caught:
+            list(omni.model.respond_stream(shown(), **options))
+    assert not isinstance(caught.value, SpeechError)
+    stream = omni.model.respond_stream(shown(), **options)
+    assert_streamed(list(stream), whole.speech, stream.result.speech)
+
+
+def test_threads_open_an_encoder_once(omni: Any, monkeypatch: Patch) -> None:
+    real, opened, given = Runtime.graph, list[Any](), list[Any]()
+
+    def graph(self: Runtime, *args: Any) -> Any:
+        opened.append(args)
+        time.sleep(0.05)  # long enough for the other to come
+        return real(self, *args)
+
+    monkeypatch.setattr(Runtime, "graph", graph)
+    encoders = replace(omni.model.encoders)
+    threads = [threading.Thread(target=lambda: given.append(encoders.vision())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 1
+    assert given[0] is given[1]
+
+
 # ---- the commands --------------------------------------------------------------------------------------------------
 
 
@@ -814,6 +887,21 @@ def test_streamed_answers_are_the_answers(omni: Any, work: Path) -> None:
             moved = {"audio_file", "rvq_file", "time_to_first_audio_ms"}
             assert stream.keys() - plain.keys() == {"time_to_first_audio_ms"}
             assert all(stream[key] == plain[key] for key in plain.keys() - moved)
+
+
+def test_the_command_streams_an_answer_to_a_clip_and_an_image(omni: Any, shown: Callable[..., Any], work: Path) -> None:
+    requests = [{"messages": shown(), "max_audio_length": 5, "max_generate_length": 6, "seed": 3}]
+    Path("in.json").write_text(json.dumps({"requests": requests}))
+    whole = omni.model.respond(shown(), seed=3, max_audio_length=5, max_generate_length=6)
+    result = answer(omni, "--inputFile", "in.json", "--enableThinkerTalkerStreaming", "--dumpProfile")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    (response,) = document["responses"]
+    assert response["output_text"] == whole.text
+    sound = np.rint(whole.speech.waveform * 32767)
+    assert np.abs(samples_of(Path(response["audio_file"])) - sound).max() <= 1
+    stages = {stage["stage_id"] for stage in document["profile"]["stages"]}
+    assert {"audio_encoder", "vision_encoder", "talker_prefill"} <= stages
 
 
 def test_a_streamed_answer_without_a_wav_keeps_its_text(omni: Any, work: Path, monkeypatch: Patch) -> None:

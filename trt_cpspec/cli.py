@@ -554,7 +554,8 @@ def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[s
     "--multimodalEngineDir",
     "multimodal_dir",
     type=PathOption,
-    help="Holds code2wav. [default: multimodal beside the Talker's folder]",
+    help="Holds code2wav, and the encoders audio and visual. [default: multimodal beside the Talker's folder for "
+    "code2wav, beside the Thinker's for the encoders]",
 )
 @click.option("--enableAudioOutput", "audio", is_flag=True, help="Speak the answers; needs --talkerEngineDir.")
 @click.option(
@@ -695,6 +696,7 @@ def _open_omni(options: dict[str, Any]) -> Qwen3Omni:
         thinker_dir=options["engine_dir"],
         talker_dir=options["talker_dir"],
         code2wav_dir=options["code2wav_dir"] or (multimodal and multimodal / "code2wav"),
+        multimodal_dir=multimodal,
         tokenizer_dir=options["checkpoint_dir"],
         audio=options["audio"],
         **place_of(options),

@@ -11,11 +11,14 @@ from .errors import ConfigError
 from .tensorfile import TensorFile
 
 _GRAPH = "model.onnx"
-_PLANS = ("llm.engine", "code2wav.engine")
+_PLANS = ("llm.engine", "code2wav.engine", "audio_encoder.engine", "visual.engine")
 _HEADS = "lm_heads.safetensors"
 _TTS = ("talker", "code_predictor", "code2wav")
 _OMNI = ("thinker", "talker", "code_predictor", "multimodal/code2wav")
-_LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
+_LIMITS = (
+    "max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len",
+    "max_windows", "max_patches",
+)  # fmt: skip
 _CHECKPOINT = "a checkpoint, no engine; build it with cpspec-build"
 _KINDS = {"thinker": "thinker", "talker": "talker", "code2wav": "codec decoder"}
 _PLACES = {"thinker": "thinker", "talker": "talker", "code2wav": "multimodal/code2wav"}

@@ -26,9 +26,11 @@ from .config import (
     checked_verify_size,
     with_overrides,
 )
+from .encoders import AUDIO_FOLDER, VISION_FOLDER, Encoders
 from .errors import ConfigError, CpSpecError, EngineError, SpeechError
 from .frame import CpSpecStats
 from .inspection import check_component
+from .multimodal import Media, encode_media, expanded, read_media, rotary_positions
 from .pipeline import (
     Float32,
     FrameProgress,
@@ -48,7 +50,7 @@ from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
 from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream, held
-from .talker import Prompt, Talker, assemble_answer_prompt
+from .talker import ANSWER_ROWS, Prompt, PromptMedia, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
 
 DEFAULT_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
@@ -88,6 +90,7 @@ class PreparedChat:
     prompt : str
         As the chat template renders it.
     prompt_ids : tuple of int
+        With a token for each row of a clip or an image.
     params : SamplingParams
         The Thinker's.
     seed : int
@@ -96,6 +99,8 @@ class PreparedChat:
         How the answer will be spoken. Its prompt holds one token in the answer's place, which has yet to come.
     warnings : tuple of str
         What was asked and will not be done.
+    media : Media or None
+        The audio and the images of the conversation.
     """
 
     prompt: str
@@ -105,6 +110,7 @@ class PreparedChat:
     max_tokens: int
     voice: Utterance | None
     warnings: tuple[str, ...]
+    media: Media | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -119,8 +125,15 @@ class Qwen3Omni:
     Batches of several threads are answered one after the other.
     """
 
-    def __init__(self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None) -> None:
+    def __init__(
+        self,
+        thinker: Thinker,
+        tokenizer: ChatTokenizer,
+        voice: SpeechModel | None,
+        encoders: Encoders | None = None,
+    ) -> None:
         self.thinker = thinker
+        self.encoders = encoders
         self.tokenizer = tokenizer
         self.voice = voice
         self.times = voice.times if voice is not None else StageTimes()
@@ -134,6 +147,7 @@ class Qwen3Omni:
         thinker_dir: Path | str | None = None,
         talker_dir: Path | str | None = None,
         code2wav_dir: Path | str | None = None,
+        multimodal_dir: Path | str | None = None,
         tokenizer_dir: Path | str | None = None,
         audio: bool = True,
         device: str = "auto",
@@ -145,13 +159,16 @@ class Qwen3Omni:
         Parameters
         ----------
         engine_dir : path
-            Holds ``thinker``, ``talker``, ``code_predictor`` and ``multimodal/code2wav``.
+            Holds ``thinker``, ``talker``, ``code_predictor`` and ``multimodal/code2wav``; and ``multimodal/audio`` and
+            ``multimodal/visual``, each of which is opened for the first conversation that needs it.
         thinker_dir : path or None
             In place of ``engine_dir``, whose place its parent takes.
         talker_dir : path or None
             None is the sibling of the Thinker; ``code_predictor`` is the Talker's.
         code2wav_dir, tokenizer_dir : path or None
             None is ``multimodal/code2wav`` beside the Talker, and the Thinker's folder.
+        multimodal_dir : path or None
+            Holds the encoders; None is ``multimodal`` beside the Thinker.
         audio : bool
             False loads the Thinker alone: answers are text.
         device, threads, executor
@@ -175,6 +192,9 @@ class Qwen3Omni:
             check_component(codec_path, "code2wav")
             predictor_path = beside / "code_predictor"
             folders += [talker_path, predictor_path, codec_path]
+        multimodal = Path(multimodal_dir) if multimodal_dir is not None else thinker_path.parent / "multimodal"
+        encoders = [multimodal / name for name in (AUDIO_FOLDER, VISION_FOLDER)]
+        folders += [folder for folder in encoders if (folder / "config.json").is_file()]
         checked_executor(executor)
         runtime = open_runtime(device, folders, threads=threads, code_predictor=predictor_path, executor=executor)
         voice = None
@@ -186,10 +206,17 @@ class Qwen3Omni:
                 ),
                 Code2Wav.from_engine_dir(codec_path, runtime=runtime),
             )
+        thinker = Thinker.from_engine_dir(thinker_path, runtime=runtime)
         return cls(
-            Thinker.from_engine_dir(thinker_path, runtime=runtime),
+            thinker,
             ChatTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir is not None else thinker_path),
             voice,
+            Encoders(
+                folder=multimodal,
+                runtime=runtime,
+                hidden_size=thinker.spec.decoder.hidden_size,
+                num_deepstack_features=thinker.spec.num_deepstack_features,
+            ),
         )
 
     def respond(self, conversation: Conversation, **options: Any) -> Reply:
@@ -210,7 +237,8 @@ class Qwen3Omni:
         Parameters
         ----------
         conversations : sequence
-            Each a list of messages (``role``: system, user or assistant; ``content``), or a text, which is a user's.
+            Each a list of messages (``role``: system, user or assistant; ``content``: a text, or a list of parts, see
+            :class:`~trt_cpspec.requests.ChatRequest`), or a text, which is a user's.
         verify_size : int or "auto"
             0 decodes autoregressively; 2 to 8 verifies that many positions in a pass of the CodePredictor; ``auto`` is
             what :meth:`fastest_verify_size` finds.
@@ -320,12 +348,16 @@ class Qwen3Omni:
         Raises
         ------
         ConfigError
-            A conversation that the template or the engine cannot take, or an unknown speaker (with suggestions).
+            A conversation that the template or the engine cannot take, an unknown speaker (with suggestions), or a
+            file of audio or an image that cannot be used.
         """
         warnings: list[str] = []
         prompt = self.tokenizer.render(request.messages)
         prompt_ids = tuple(self.tokenizer.encode(prompt))
-        max_tokens = self._max_tokens(prompt_ids, request.max_generate_length, warnings)
+        media = read_media(request.messages, self.encoders)
+        if media is not None:
+            prompt_ids = tuple(expanded(prompt_ids, media, self.thinker.spec.media))
+        max_tokens = self._max_tokens(prompt_ids, request.max_generate_length, warnings, media)
         seed = request.seed if request.seed is not None else default_seed
         seed = seed if seed is not None else secrets.randbits(32)
         voice = None
@@ -341,6 +373,7 @@ class Qwen3Omni:
             max_tokens=max_tokens,
             voice=voice,
             warnings=tuple(warnings),
+            media=media,
         )
 
     def run_batch(
@@ -354,8 +387,8 @@ class Qwen3Omni:
         """Answer a batch of conversations on the terms of :meth:`SpeechModel.run_batch`, and speak the answers."""
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
-        answers = [_begun(chat) for chat in batch]
         with self._busy:
+            answers = [self._begun(chat) for chat in batch]
             self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
             if self.voice is None:
                 return [self._result(answer, None) for answer in answers]
@@ -398,9 +431,11 @@ class Qwen3Omni:
         """Write an answer and speak it meanwhile, on the terms of :meth:`SpeechModel.chunks`."""
         with held(self._busy, lambda: progress(0)):
             started = time.perf_counter()
-            answer = _begun(chat)
+            answer = self._begun(chat)
             text = _AnswerText(self, voice, chat, answer, progress)
             try:
+                if answer.error is not None:
+                    raise answer.error
                 text.fed(prefill_threshold - 1)
                 if text.fed(0) is None:
                     speech = self._nothing(voice, chat, window, mode)
@@ -429,6 +464,17 @@ class Qwen3Omni:
         assert chat.voice is not None
         return _silence(voice, chat.voice, CpSpecStats(window, mode, voice.predictor.num_code_groups))
 
+    def _begun(self, chat: PreparedChat) -> Answer:
+        """Return the answer of a conversation that is to be generated, with what the encoders give for its media."""
+        answer = Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
+        if chat.media is not None and self.encoders is not None:
+            ids, timed = self.thinker.spec.media, self.times.timed
+            try:
+                answer.media = encode_media(chat.prompt_ids, chat.media, ids, self.encoders, timed)
+            except EngineError as error:
+                answer.error = error
+        return answer
+
     def _speak(
         self,
         voice: SpeechModel,
@@ -442,9 +488,9 @@ class Qwen3Omni:
         speeches: list[Speech | CpSpecError | None] = [None] * len(batch)
         spoken: dict[int, Utterance] = {}
         for place, (chat, answer) in enumerate(zip(batch, answers, strict=True)):
-            if answer.error is not None or chat.voice is None or chat.voice.speaker is None:
+            if answer.error is not None or chat.voice is None:
                 continue
-            prompt = self._prompt(voice, chat.prompt_ids, answer.spoken_ids, chat.voice.speaker)
+            prompt = self._spoken_prompt(voice, chat, answer, answer.spoken_ids)
             if prompt is None:
                 speeches[place] = self._nothing(voice, chat, window, mode)
             else:
@@ -472,6 +518,29 @@ class Qwen3Omni:
     ) -> Prompt | None:
         return assemble_answer_prompt(voice.talker.spec, self.thinker.spec.roles, prompt_ids, answer_ids, speaker)
 
+    def _spoken_prompt(
+        self, voice: SpeechModel, chat: PreparedChat, answer: Answer, answer_ids: Sequence[int]
+    ) -> Prompt | None:
+        """Return the prompt that speaks so much of an answer, behind what is heard of audio and images."""
+        assert chat.voice is not None
+        assert chat.voice.speaker is not None
+        prompt = self._prompt(voice, chat.prompt_ids, answer_ids, chat.voice.speaker)
+        if prompt is None or chat.media is None or answer.media_hidden is None:
+            return prompt
+        return self._with_media(voice, prompt, chat.media, answer.media_hidden)
+
+    def _with_media(self, voice: SpeechModel, prompt: Prompt, media: Media, hidden: Float32) -> Prompt:
+        """Return a prompt that says of the rows of audio and images what the Thinker made of them.
+
+        Only a user's messages hold them, and all of these are heard: they come in the order of the Thinker's prompt.
+        """
+        ids = self.thinker.spec.media
+        heard = prompt.text_ids.copy()
+        heard[-ANSWER_ROWS:] = voice.talker.spec.ids.tts_pad_token_id  # the answer may hold any token
+        places = np.flatnonzero(np.isin(heard, (ids.audio_token_id, ids.image_token_id)))
+        rotary = rotary_positions(heard.tolist(), ids.image_token_id, media.image_grids) if media.images else None
+        return replace(prompt, media=PromptMedia(places=places, hidden=hidden, rotary=rotary))
+
     def _prepare_voice(
         self,
         voice: SpeechModel,
@@ -498,7 +567,9 @@ class Qwen3Omni:
             speaker=speaker,
         )
 
-    def _max_tokens(self, prompt_ids: Sequence[int], asked: int | None, warnings: list[str]) -> int:
+    def _max_tokens(
+        self, prompt_ids: Sequence[int], asked: int | None, warnings: list[str], media: Media | None
+    ) -> int:
         spec = self.thinker.spec
         limits, rows = spec.limits, len(prompt_ids)
         if not rows:
@@ -510,8 +581,8 @@ class Qwen3Omni:
             )
         if rows > limits.max_input_len:
             raise ConfigError(
-                f"the conversation takes {rows} tokens, the Thinker's max_input_len is {limits.max_input_len}; shorten "
-                f"it, or build with a larger --maxInputLen"
+                f"the conversation takes {rows} tokens{_of_media(media)}, the Thinker's max_input_len is "
+                f"{limits.max_input_len}; shorten it, or build with a larger --maxInputLen"
             )
         room = limits.max_kv_cache_capacity - rows + 1  # the last token is not fed
         if asked is not None and asked > room:
@@ -529,9 +600,8 @@ class _AnswerText:
         self, model: Qwen3Omni, voice: SpeechModel, chat: PreparedChat, answer: Answer, progress: FrameProgress
     ) -> None:
         assert chat.voice is not None
-        assert chat.voice.speaker is not None
         self._voice, self._chat, self._answer, self._utterance = voice, chat, answer, chat.voice
-        self._prompt_of = partial(model._prompt, voice, chat.prompt_ids, speaker=chat.voice.speaker)
+        self._prompt_of = partial(model._spoken_prompt, voice, chat, answer)
         self._prompt: Prompt | None = None
         self._steps: Iterator[None] = model.thinker.steps([answer], model.times.timed)
         self._progress = progress
@@ -590,8 +660,12 @@ class _AnswerText:
         return _answered(self._utterance, self._voice.talker.spec, self._prompt, tokens)
 
 
-def _begun(chat: PreparedChat) -> Answer:
-    return Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
+def _of_media(media: Media | None) -> str:
+    """Say how many tokens of a conversation are its media's."""
+    if media is None:
+        return ""
+    images = sum(rows * columns for rows, columns in media.image_grids)
+    return f" (audio {sum(media.clip_rows)}, images {images})"
 
 
 def _answered(utterance: Utterance, spec: TalkerSpec, prompt: Prompt, tokens: int) -> Utterance:

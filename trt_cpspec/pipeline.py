@@ -375,7 +375,7 @@ class SpeechModel:
         """
         started = time.perf_counter()
         live = list(rows)
-        hidden = self.talker.prefill([self.talker.embed_prompt(row.request.prompt) for row in live])
+        hidden = self.talker.prefill_prompts([row.request.prompt for row in live])
         self.times.timed("talker_prefill", started)
         while live := self._sample_first_codes(live, hidden):
             kept = np.array([row.place for row in live])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -110,7 +110,9 @@ _CHAT_OPTIONS: dict[str, Rule] = {
 
 _STREAMING: dict[str, Rule] = {"enable": _boolean, "codec_chunk_frames": _count, "talker_prefill_threshold": _count}
 _ONLY_TEXT_SPOKEN = "only parts of type 'text' can be spoken"
-_ONLY_TEXT_CHAT = "image, audio and video input is not supported yet, give parts of type 'text'"
+_NO_SUCH_PART = "video input is not supported, parts are of type 'text', 'audio' or 'image'"
+_PART_KEYS = {"text": ("text",), "audio": ("audio",), "image": ("image", "max_pixels")}
+"""The kinds of parts that a chat may hold, and their keys; the first names a file, or is the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,9 @@ class ChatRequest(VoiceOptions):
     Attributes
     ----------
     messages : list
-        Objects of ``role`` (system, user, assistant) and ``content``, a string or a list of text parts.
+        Objects of ``role`` (system, user, assistant) and ``content``, a string or a list of parts: of text, or in a
+        user's message ``{"type": "audio", "audio": path}`` and ``{"type": "image", "image": path}``, which may have
+        ``max_pixels``.
     temperature, top_k, top_p : float, int, float, each or None
         The Thinker's law; temperature 0 is argmax.
     max_generate_length : int or None
@@ -207,7 +211,7 @@ class ChatRequest(VoiceOptions):
 
     def __post_init__(self) -> None:
         for index, message in enumerate(_checked_list(self.messages, "messages")):
-            _parse_message(message, f"messages[{index}]", only=_ONLY_TEXT_CHAT)
+            _parse_message(message, f"messages[{index}]", only=_NO_SUCH_PART, kinds=tuple(_PART_KEYS))
         _check_fields(self, _CHAT_OPTIONS)
 
 
@@ -377,7 +381,7 @@ def _text_request(messages: list[Any], options: dict[str, Any], place: str) -> R
 
 def _chat_request(messages: list[Any], options: dict[str, Any], place: str) -> ChatRequest:
     for index, message in enumerate(messages):
-        _parse_message(message, f"{place}.messages[{index}]", only=_ONLY_TEXT_CHAT)
+        _parse_message(message, f"{place}.messages[{index}]", only=_NO_SUCH_PART, kinds=tuple(_PART_KEYS))
     return ChatRequest(messages=messages, **options)
 
 
@@ -402,8 +406,8 @@ def _spoken_text(messages: list[Any], place: str) -> tuple[str, tuple[str, ...]]
     )
 
 
-def _parse_message(message: Any, place: str, *, only: str) -> tuple[str, str]:
-    """Return role and content; ``only`` says why other parts than text are refused."""
+def _parse_message(message: Any, place: str, *, only: str, kinds: Sequence[str] = ("text",)) -> tuple[str, str]:
+    """Return role and text; ``only`` says why other parts than those of ``kinds`` are refused."""
     _check_object(message, place)
     _check_keys(message, ("role", "content"), f"{place}.")
     role = _required_string(message, "role", place)
@@ -411,19 +415,31 @@ def _parse_message(message: Any, place: str, *, only: str) -> tuple[str, str]:
         raise ConfigError(f"{place}.role is {role!r}; {did_you_mean(role, ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
-        return role, "".join(_parse_part(part, f"{place}.content[{i}]", only) for i, part in enumerate(content))
+        places = [f"{place}.content[{i}]" for i in range(len(content))]
+        parts = [_parse_part(part, where, only, kinds, role) for part, where in zip(content, places, strict=True)]
+        return role, "".join(parts)
     return role, _required_string(message, "content", place, or_else=" or a list of text parts")
 
 
-def _parse_part(part: Any, place: str, only: str) -> str:
+def _parse_part(part: Any, place: str, only: str, kinds: Sequence[str], role: str) -> str:
+    """Check a part, and return its text: nothing of a file."""
     _check_object(part, place)
     media = [key for key in _MEDIA if key in part]  # a part may be named by its key alone
     kind = media[0] if media and "type" not in part else _required_string(part, "type", place)
     # Before the keys: "image is not supported" says more than "unknown key image".
-    if kind != "text":
+    if kind not in kinds:
         raise ConfigError(f"{place}.type is {kind!r}; {only}")
-    _check_keys(part, ("type", "text"), f"{place}.")
-    return _required_string(part, "text", place)
+    _check_keys(part, ("type", *_PART_KEYS[kind]), f"{place}.")
+    value = _required_string(part, kind, place, or_else="" if kind == "text" else ", the path of a file")
+    if kind == "text":
+        return value
+    if role != "user":
+        raise ConfigError(f"{place}: {kind} in a message of role {role!r}; only a user's message can hold it")
+    if not value:
+        raise ConfigError(f"{place}.{kind} is empty; give the path of a file")
+    if part.get("max_pixels") is not None:
+        _count(f"{place}.max_pixels", part["max_pixels"])
+    return ""
 
 
 def _checked_options(values: Mapping[str, Any], place: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
