@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
 from trt_cpspec.errors import ConfigError
-from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE, PLAN_FILES
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
 
 from .checkpoint import SPECIAL_CODES, SpeechCheckpoint, Weights
@@ -25,7 +25,6 @@ from .engine import Backend, EngineOptions, Report, check_precision
 from .graph import GraphWriter, write_heads_graph
 from .moe import MoeSpec
 from .rebuild import Outcome, RebuildOptions, build_component
-from .sidecar import PLAN_FILES
 
 Progress = Callable[[], None]
 Write = Callable[[Progress], None]
@@ -269,6 +268,8 @@ class EngineBuild(ABC):
         *,
         moe: MoeSpec | None = None,
         accept_hidden_layer: int | None = None,
+        rotary_sections: Sequence[int] | None = None,
+        deepstack_layers: int = 0,
     ) -> None:
         with GraphWriter(folder, name) as graph:
             write_decoder(
@@ -281,6 +282,8 @@ class EngineBuild(ABC):
                 moe=moe,
                 gathered_rows=moe.gathered_rows(self.options.max_batch_size) if moe is not None else 0,
                 accept_hidden_layer=accept_hidden_layer,
+                rotary_sections=rotary_sections,
+                deepstack_layers=deepstack_layers,
                 progress=progress,
             )
             graph.save(index=name == "code_predictor")

@@ -2,10 +2,13 @@
 
 It is Qwen3-TTS's ``speech_tokenizer`` or Qwen3-Omni's ``code2wav``.
 The graph is FP32 whatever the precision of the decoders (design: the codec is small and its output is heard), and it
-is causal: frame ``t`` of the waveform depends on frames ``<= t`` of the codes. Source of the arithmetic: the
+is causal: frame ``t`` of the waveform depends on frames ``<= t`` of the codes. One graph serves a whole utterance and
+a stream: what a layer must remember of the frames before is an input ``past_*``, and what it must remember of these an
+output ``present_*``. Zeros and position 0 begin anew. Source of the arithmetic: the
 ``qwen_tts`` 0.1.1 package, ``Qwen3TTSTokenizerV2Decoder``, and ``transformers`` 4.57, ``Qwen3OmniMoeCode2Wav``. The two
 differ in three things: how codes are embedded, what stands around the transformer, and where a transposed convolution
-is cut. Qwen3-Omni cuts it on both sides, so a call gives ``samples_trimmed`` samples less than its frames have.
+is cut. Qwen3-Omni cuts it on both sides, so the first ``samples_trimmed`` samples behind a beginning are none of its
+waveform: the graph gives them, keeps them out of every convolution behind, and the runtime drops them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from trt_cpspec.errors import ConfigError
 
 from .checkpoint import Weights
 from .graph import GraphWriter
+from .linear import gelu, standardised
 
 TOKENIZER_FOLDER = "speech_tokenizer"
 MODEL_TYPE = "qwen3_tts_code2wav"
@@ -43,6 +47,7 @@ _FLOATS = ("rope_theta", "rms_norm_eps")
 _USAGE_FLOOR = 1e-5
 _SNAKE_FLOOR = 1e-9
 _LAYER_NORM_EPS = 1e-6
+_END = 2**63 - 1
 # Finite: a mask of -inf turns into NaN where a backend computes softmax as exp(x - max) in pieces.
 _MASKED = -1e30
 
@@ -112,7 +117,7 @@ class CodecSpec:
 
     @property
     def samples_trimmed(self) -> int:
-        """Samples that one call loses where transposed convolutions are cut on both sides (Qwen3-Omni)."""
+        """Samples that an utterance loses where transposed convolutions are cut on both sides (Qwen3-Omni)."""
         lost = 0
         for rate in self.upsample_rates:  # a stage gives (length - 1) * rate
             lost = (lost + 1) * rate
@@ -154,7 +159,13 @@ def read_omni_codec_spec(section: Section) -> CodecSpec:
     """Read and check a Qwen3-Omni checkpoint's ``code2wav_config``; errors as of :func:`read_codec_spec`."""
     hidden, heads = section.integer("hidden_size", minimum=1), section.integer("num_attention_heads", minimum=1)
     given = {} if section.has("head_dim") else {"head_dim": hidden // heads}
-    return _spec_of(section, output_sample_rate=OMNI_SAMPLE_RATE, latent_dim=hidden, **given)
+    spec = _spec_of(section, output_sample_rate=OMNI_SAMPLE_RATE, latent_dim=hidden, **given)
+    if math.prod(spec.upsampling_ratios) == 1:
+        raise ConfigError(
+            f"{section.where}: upsampling_ratios is {list(spec.upsampling_ratios)}, one must be 2 or more: else the "
+            f"decoder cuts off a frame and more"
+        )
+    return spec
 
 
 def _spec_of(section: Section, **given: int) -> CodecSpec:
@@ -191,8 +202,10 @@ def write_code2wav(checkpoint_dir: Path, out_dir: Path, progress: Callable[[], N
     """Write the codec decoder of a checkpoint as ``model.onnx``, ``model.onnx.data`` and ``config.json``.
 
     The graph maps ``codes [B, G, T] int32`` to ``waveform [B, 1, T * samples_per_frame] float32``, for any ``B`` and
-    ``1 <= T <= MAX_CODE_LEN``. It does not clip to [-1, 1], because TensorRT-RTX fails on a final Clip, and it does
-    not check the codes: one that is out of range reads a row of another codebook.
+    ``1 <= T``, ``position + T <= MAX_CODE_LEN``. ``position [1] int32`` counts the frames since the beginning, and
+    every ``past_*`` is the ``present_*`` of the call before, or zeros at position 0. It does not clip to [-1, 1],
+    because TensorRT-RTX fails on a final Clip, and it does not check the codes: one that is out of range reads a row of
+    another codebook.
 
     Parameters
     ----------
@@ -219,7 +232,7 @@ def write_omni_code2wav(
 ) -> None:
     """Write the codec decoder of a Qwen3-Omni checkpoint, with the files, limits and errors of :func:`write_code2wav`.
 
-    Its waveform has ``T * samples_per_frame - samples_trimmed`` samples.
+    The first ``samples_trimmed`` samples behind a beginning are to be dropped.
 
     Parameters
     ----------
@@ -256,6 +269,7 @@ def _engine_config(model_type: str, spec: CodecSpec) -> dict[str, Any]:
         "precision": "fp32",
         "sample_rate": sample_rate,
         "samples_per_frame": spec.samples_per_frame,
+        "carries_state": True,
         "code2wav_config": config,
         "builder_config": {
             "min_code_len": MIN_CODE_LEN,
@@ -273,32 +287,42 @@ class _Decoder:
 
     prefix = "decoder."
     cut_left = False
-    """Whether transposed convolutions lose their head as well as their tail."""
+    """Whether transposed convolutions lose their head: the output before the second of their inputs."""
 
     def __init__(self, graph: GraphWriter, weights: Weights, spec: CodecSpec, progress: Callable[[], None]) -> None:
         self.graph = graph
         self.weights = weights
         self.spec = spec
         self.progress = progress
+        self.position = ""
+        self.tails = 0
+        self.samples_lost = 0  # behind a beginning, at the rate of the value at hand
 
     def build(self) -> None:
         """Write the graph from ``codes`` to ``waveform``."""
         spec = self.spec
         codes = self.graph.input("codes", TensorProto.INT32, ["batch", spec.num_quantizers, "frames"])
+        self.position = self.graph.input("position", TensorProto.INT32, [1])
         value = self.embedded(codes)
         self.progress()
-        value = self.swapped(self.transformer(value, codes))
+        places = self.places(codes)
+        value = self.swapped(self.transformer(value, places))
         for stage, factor in enumerate(spec.upsampling_ratios):
             value = self.upsampled(f"upsample.{stage}", value, factor)
             self.progress()
         value = self.causal_conv("decoder.0.conv", value, (spec.decoder_dim, spec.latent_dim, 7))
-        channels = spec.decoder_dim
+        channels, factor = spec.decoder_dim, math.prod(spec.upsampling_ratios)
+        heard = None
         for block, rate in enumerate(spec.upsample_rates, start=1):
-            value = self.decoder_block(f"decoder.{block}.block", value, channels, rate)
+            factor *= rate
+            if self.cut_left:
+                self.samples_lost = (self.samples_lost + 1) * rate
+                heard = self.heard(places, factor)
+            value = self.decoder_block(f"decoder.{block}.block", value, channels, rate, heard)
             channels //= 2
             self.progress()
         last = len(spec.upsample_rates) + 1
-        value = self.snake(f"decoder.{last}", value, channels)
+        value = self.silenced(self.snake(f"decoder.{last}", value, channels), heard)
         self.causal_conv(f"decoder.{last + 1}.conv", value, (1, channels, 7), output="waveform")
         self.graph.rename_output("waveform", TensorProto.FLOAT, ["batch", 1, "samples"])
         self.progress()
@@ -348,45 +372,54 @@ class _Decoder:
 
     # -- transformer ------------------------------------------------------------------------------------------------
 
-    def transformer(self, value: str, codes: str) -> str:
+    def places(self, codes: str) -> str:
+        """Return the position of each frame, ``[T] int32``."""
+        graph = self.graph
+        frames = graph.op("Gather", graph.op("Shape", codes), self.axes(2), axis=0)  # [1] int64
+        offsets = self.sliced(graph.constant(np.arange(MAX_CODE_LEN), np.int32), 0, 0, frames)
+        return graph.op("Add", offsets, self.position)
+
+    def transformer(self, value: str, places: str) -> str:
         """Apply the pre-transformer: ``[B, T, latent_dim] -> [B, T, latent_dim]``."""
         spec, name = self.spec, "pre_transformer"
         value = self.linear(f"{name}.input_proj", value, (spec.hidden_size, spec.latent_dim), bias=True)
-        value = self.transformer_layers(value, codes)
+        value = self.transformer_layers(value, places)
         return self.linear(f"{name}.output_proj", value, (spec.latent_dim, spec.hidden_size), bias=True)
 
-    def transformer_layers(self, value: str, codes: str) -> str:
+    def transformer_layers(self, value: str, places: str) -> str:
         """Apply the layers of the pre-transformer and its norm: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
-        rotary, mask = self.positional(codes)
+        rotary, mask = self.positional(places)
         for layer in range(self.spec.num_hidden_layers):
-            value = self.transformer_layer(f"pre_transformer.layers.{layer}", value, rotary, mask)
+            value = self.transformer_layer(layer, value, rotary, mask)
             self.progress()
         return self.rms_norm("pre_transformer.norm", value)
 
-    def positional(self, codes: str) -> tuple[tuple[str, str], str]:
-        """Return the rotary ``(cos, sin)``, each ``[T, head_dim / 2]``, and the additive mask ``[T, T]``.
+    def positional(self, places: str) -> tuple[tuple[str, str], str]:
+        """Return the rotary ``(cos, sin)``, each ``[T, head_dim / 2]``, and the additive mask ``[T, P + T]``.
 
-        Cosine and sine are tables, not nodes: a GPU's fast trigonometry is poor at angles of thousands of radians.
+        ``P``, one less than the window, is the number of keys that come from the call before. Cosine and sine are
+        tables, not nodes: a GPU's fast trigonometry is poor at angles of thousands of radians.
         """
-        graph = self.graph
-        frames = graph.op("Gather", graph.op("Shape", codes), self.axes(2), axis=0)  # [1] int64
+        graph, kept = self.graph, self.spec.sliding_window - 1
         tables = rotary_tables(self.spec)
         cos, sin = (
-            self.sliced(graph.weight(f"rotary_{kind}", table.shape, [table]), 0, 0, frames)
+            graph.op("Gather", graph.weight(f"rotary_{kind}", table.shape, [table]), places, axis=0)
             for kind, table in zip(("cos", "sin"), tables, strict=True)
         )
-        places = self.sliced(graph.constant(np.arange(MAX_CODE_LEN), np.int32), 0, 0, frames)
-        distance = graph.op("Sub", graph.op("Unsqueeze", places, self.axes(1)), places)  # [T, T] query minus key
+        before = graph.constant(np.arange(-kept, 0), np.int32)
+        keys = graph.op("Concat", graph.op("Add", before, self.position), places, axis=0) if kept else places
+        distance = graph.op("Sub", graph.op("Unsqueeze", places, self.axes(1)), keys)  # [T, P + T] query minus key
         future = graph.op("Less", distance, graph.constant(0, np.int32))
-        too_old = graph.op("Greater", distance, graph.constant(self.spec.sliding_window - 1, np.int32))
-        hidden = graph.op("Or", future, too_old)
+        too_old = graph.op("Greater", distance, graph.constant(kept, np.int32))
+        not_there = graph.op("Less", keys, graph.constant(0, np.int32))
+        hidden = graph.op("Or", graph.op("Or", future, too_old), not_there)
         return (cos, sin), graph.op("Where", hidden, self.number(_MASKED), self.number(0.0))
 
-    def transformer_layer(self, name: str, value: str, rotary: tuple[str, str], mask: str) -> str:
+    def transformer_layer(self, layer: int, value: str, rotary: tuple[str, str], mask: str) -> str:
         """Apply one layer: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
-        spec, graph = self.spec, self.graph
+        spec, graph, name = self.spec, self.graph, f"pre_transformer.layers.{layer}"
         normed = self.rms_norm(f"{name}.input_layernorm", value)
-        value = graph.op("Add", value, self.attention(name, normed, rotary, mask))
+        value = graph.op("Add", value, self.attention(layer, normed, rotary, mask))
         normed = self.rms_norm(f"{name}.post_attention_layernorm", value)
         wide, narrow = (spec.intermediate_size, spec.hidden_size), (spec.hidden_size, spec.intermediate_size)
         gate = self.linear(f"{name}.mlp.gate_proj", normed, wide)
@@ -395,9 +428,9 @@ class _Decoder:
         scale = self.read(f"{name}.mlp_layer_scale.scale", (spec.hidden_size,))
         return graph.op("Add", value, self.linear(f"{name}.mlp.down_proj", gated, narrow, scale=scale))
 
-    def attention(self, name: str, value: str, rotary: tuple[str, str], mask: str) -> str:
+    def attention(self, layer: int, value: str, rotary: tuple[str, str], mask: str) -> str:
         """Attend over the sliding window, layer scale included: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
-        spec, graph = self.spec, self.graph
+        spec, graph, name = self.spec, self.graph, f"pre_transformer.layers.{layer}"
         width = spec.num_attention_heads * spec.head_dim
         # The softmax scale goes into the query weights, the layer scale into the output weights: two passes saved.
         scaling = np.full(width, spec.head_dim**-0.5, np.float32)
@@ -406,6 +439,9 @@ class _Decoder:
         key = self.heads(self.linear(f"{name}.self_attn.k_proj", value, inward))
         attended = self.heads(self.linear(f"{name}.self_attn.v_proj", value, inward))
         query, key = self.rotated(query, rotary), self.rotated(key, rotary)
+        kept, inner = spec.sliding_window - 1, (spec.num_attention_heads, spec.head_dim)
+        key = self.carried(f"key_{layer}", key, kept, 2, (inner[0], kept, inner[1]))
+        attended = self.carried(f"value_{layer}", attended, kept, 2, (inner[0], kept, inner[1]))
         scores = graph.op("MatMul", query, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
         scores = graph.op("Softmax", graph.op("Add", scores, mask), axis=-1)
         merged = graph.op("Transpose", graph.op("MatMul", scores, attended), perm=[0, 2, 1, 3])
@@ -445,31 +481,39 @@ class _Decoder:
         inner = self.layer_norm(f"{name}.norm", self.swapped(inner))
         inner = self.linear(f"{name}.pwconv1", inner, (4 * channels, channels), bias=True)
         gamma = self.read(f"{name}.gamma", (channels,))
-        inner = self.linear(f"{name}.pwconv2", self.gelu(inner), (channels, 4 * channels), bias=True, scale=gamma)
+        inner = self.linear(
+            f"{name}.pwconv2", gelu(self.graph, inner), (channels, 4 * channels), bias=True, scale=gamma
+        )
         return op("Add", value, self.swapped(inner))
 
     def layer_norm(self, name: str, value: str) -> str:
         """Normalise the last axis, ``latent_dim`` wide, by mean and variance."""
         op, shape = self.graph.op, (self.spec.latent_dim,)
-        centred = op("Sub", value, op("ReduceMean", value, axes=[-1], keepdims=1))
-        variance = op("ReduceMean", op("Mul", centred, centred), axes=[-1], keepdims=1)
-        normed = op("Div", centred, op("Sqrt", op("Add", variance, self.number(_LAYER_NORM_EPS))))
+        normed = standardised(self.graph, value, _LAYER_NORM_EPS)
         scaled = op("Mul", normed, self.stored(f"{name}.weight", shape))
         return op("Add", scaled, self.stored(f"{name}.bias", shape))
 
-    def gelu(self, value: str) -> str:
-        """Apply the exact (erf) GELU."""
-        op = self.graph.op
-        erf = op("Erf", op("Mul", value, self.number(math.sqrt(0.5))))
-        return op("Mul", op("Mul", value, self.number(0.5)), op("Add", erf, self.number(1.0)))
+    def heard(self, places: str, factor: int) -> str:
+        """Return 0 for the samples that a cut on the left takes away, else 1: ``[1, 1, T * factor]``."""
+        graph = self.graph
+        first = graph.op("Unsqueeze", graph.op("Less", places, graph.constant(1, np.int32)), self.axes(1))  # [T, 1]
+        samples = graph.constant(np.arange(factor)[None], np.int32)
+        head = graph.op("Less", samples, graph.constant(self.samples_lost, np.int32))  # [1, factor]
+        lost = graph.op("And", first, head)  # [T, factor]: less than a frame is lost, of the first one
+        kept = graph.op("Where", lost, self.number(0.0), self.number(1.0))
+        return graph.op("Reshape", kept, graph.constant([1, 1, -1], np.int64))
 
-    def decoder_block(self, name: str, value: str, channels: int, rate: int) -> str:
+    def silenced(self, value: str, heard: str | None) -> str:
+        """Zero what is not heard, so that the next convolution finds there what it finds before a beginning."""
+        return value if heard is None else self.graph.op("Mul", value, heard)
+
+    def decoder_block(self, name: str, value: str, channels: int, rate: int, heard: str | None) -> str:
         """Stretch time by ``rate`` and halve the channels: ``[B, C, T] -> [B, C / 2, T * rate]``."""
         narrow = channels // 2
         value = self.snake(f"{name}.0", value, channels)
         value = self.causal_transposed(f"{name}.1.conv", value, (channels, narrow, 2 * rate), rate)
         for unit, dilation in enumerate((1, 3, 9), start=2):
-            inner = self.snake(f"{name}.{unit}.act1", value, narrow)
+            inner = self.silenced(self.snake(f"{name}.{unit}.act1", value, narrow), heard)
             inner = self.causal_conv(f"{name}.{unit}.conv1.conv", inner, (narrow, narrow, 7), dilation=dilation)
             inner = self.snake(f"{name}.{unit}.act2", inner, narrow)
             inner = self.causal_conv(f"{name}.{unit}.conv2.conv", inner, (narrow, narrow, 1))
@@ -490,18 +534,41 @@ class _Decoder:
     def causal_conv(
         self, name: str, value: str, shape: tuple[int, int, int], *, dilation: int = 1, groups: int = 1, **kwargs: str
     ) -> str:
-        """Convolve with zeros on the left only, so that T stays and no frame sees its future."""
+        """Convolve with what came before on the left, so that T stays and no frame sees its future."""
         kernel, bias = self.stored(f"{name}.weight", shape), self.stored(f"{name}.bias", shape[:1])
         attributes: dict[str, Any] = {"kernel_shape": [shape[2]], "dilations": [dilation], "group": groups}
-        pads = [(shape[2] - 1) * dilation, 0]
-        return self.graph.op("Conv", value, kernel, bias, pads=pads, **attributes, **kwargs)
+        joined = self.behind_tail(value, (shape[2] - 1) * dilation, shape[1] * groups)
+        return self.graph.op("Conv", joined, kernel, bias, **attributes, **kwargs)
 
     def causal_transposed(self, name: str, value: str, shape: tuple[int, int, int], rate: int) -> str:
-        """Stretch time by ``rate``, exactly where the transposed convolution's overhang is cut on the right only."""
+        """Stretch time by ``rate``, exactly: what hangs over on the right belongs to the frames that follow."""
         kernel, bias = self.stored(f"{name}.weight", shape), self.stored(f"{name}.bias", (shape[1],))
-        value = self.graph.op("ConvTranspose", value, kernel, bias, kernel_shape=[shape[2]], strides=[rate])
-        tail = shape[2] - rate
-        return self.sliced(value, 2, tail if self.cut_left else 0, -tail) if tail else value
+        tail = -(-shape[2] // rate) - 1
+        joined = self.behind_tail(value, tail, shape[0])
+        value = self.graph.op("ConvTranspose", joined, kernel, bias, kernel_shape=[shape[2]], strides=[rate])
+        return self.sliced(value, 2, tail * rate, rate - shape[2]) if tail else value
+
+    def behind_tail(self, value: str, length: int, channels: int) -> str:
+        """Put the last ``length`` samples of the call before in front: ``[B, C, T] -> [B, C, length + T]``."""
+        if not length:
+            return value
+        self.tails += 1
+        return self.carried(f"tail_{self.tails - 1}", value, length, 2, (channels, length))
+
+    def carried(self, name: str, value: str, length: int, axis: int, shape: tuple[int, ...]) -> str:
+        """Put ``past_<name>`` in front of a value, and leave its last ``length`` as ``present_<name>``.
+
+        ``shape`` is theirs, but for the batch.
+        """
+        if not length:
+            return value
+        extents: list[int | str] = ["batch", *shape]
+        past = self.graph.input(f"past_{name}", TensorProto.FLOAT, extents)
+        joined = self.graph.op("Concat", past, value, axis=axis)
+        ends = self.axes(-length), self.axes(_END), self.axes(axis)
+        present = self.graph.op("Slice", joined, *ends, output=f"present_{name}")
+        self.graph.rename_output(present, TensorProto.FLOAT, extents)
+        return joined
 
     def linear(
         self, name: str, value: str, shape: tuple[int, int], *, bias: bool = False, scale: Array | None = None
@@ -559,9 +626,9 @@ class _OmniDecoder(_Decoder):
         table = self.stored("code_embedding.weight", (spec.num_quantizers * spec.codebook_size, spec.hidden_size))
         return self.graph.op("ReduceMean", self.looked_up(table, codes), axes=[1], keepdims=0)
 
-    def transformer(self, value: str, codes: str) -> str:
+    def transformer(self, value: str, places: str) -> str:
         """Apply the pre-transformer: ``[B, T, hidden_size] -> [B, T, hidden_size]``."""
-        return self.transformer_layers(value, codes)
+        return self.transformer_layers(value, places)
 
 
 def rotary_tables(spec: CodecSpec) -> tuple[Array, Array]:

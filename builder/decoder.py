@@ -8,8 +8,10 @@ A Thinker also gives ``accept_hidden_states [B, T, H]`` float32, the residual st
 
 The architecture is Qwen3's decoder: RMSNorm, RMSNorm of each query and key head, rotary embedding, grouped-query
 attention, SwiGLU or a mixture of experts (:mod:`.moe`). The multimodal rotary embedding of Thinker and Talker turns
-each pair of channels by one of three positions; for text and speech the three are equal, so it is the plain one, and
-``positions`` serves as slot and as angle. Only :meth:`_LayerWriter._write_rotary` knows the angles.
+each pair of channels by one of three positions; for text, speech and audio the three are equal and count the slots, so
+``positions`` serves as slot and as angle. A model that sees takes the three apart, as ``rotary_positions [B, T, 3]``
+int32, for images have height and width; its Thinker adds ``deepstack_embeds [B, T, D * H]`` float32, zero but in the
+rows of images, behind its first D layers. Only :meth:`_LayerWriter._write_rotary` knows the angles.
 
 Types: a strongly typed TensorRT network computes each node in the types written here. The residual
 stream, norms, rotary angles, softmax, ``silu(gate) * up`` and the ``down_proj`` product are FP32; the other products
@@ -20,7 +22,7 @@ pass. The cache, and with it the two products of attention, has a type of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from onnx import TensorProto
@@ -29,7 +31,7 @@ from trt_cpspec.config import DecoderSpec
 
 from .checkpoint import Weights
 from .graph import ELEMENT, GraphWriter
-from .linear import Products
+from .linear import Products, rotated
 from .moe import MoeSpec, MoeWriter
 
 MASKED = np.float32(-1e30)
@@ -48,6 +50,8 @@ def write_decoder(
     moe: MoeSpec | None = None,
     gathered_rows: int = 1,
     accept_hidden_layer: int | None = None,
+    rotary_sections: Sequence[int] | None = None,
+    deepstack_layers: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the nodes and weights of a decoder.
@@ -71,17 +75,28 @@ def write_decoder(
         How many rows of a pass gather their experts in a mixture.
     accept_hidden_layer : int or None
         After how many layers ``accept_hidden_states`` is taken; None is no such output.
+    rotary_sections : sequence of int or None
+        How many pairs of channels turn by time, height and width (``mrope_section``); None is no such input.
+    deepstack_layers : int
+        Layers behind which ``deepstack_embeds`` is added, D; 0 is no such input.
     progress : callable
         Called after each layer.
     """
     products = Products(graph, weights, dtype, narrow=narrow)
-    layer_writer = _LayerWriter(products, spec, prefix, cache_dtype)
+    layer_writer = _LayerWriter(products, spec, prefix, cache_dtype, rotary_sections)
     shape: list[int | str] = ["batch", "length", spec.hidden_size]
     hidden = graph.input("inputs_embeds", TensorProto.FLOAT, shape)
     if moe is not None:
         layer_writer.experts = MoeWriter(products, moe, hidden, spec.hidden_size, gathered_rows)
+    seen: list[str] = []
+    if deepstack_layers:
+        width = deepstack_layers * spec.hidden_size
+        stack = graph.input("deepstack_embeds", TensorProto.FLOAT, ["batch", "length", width])
+        seen = graph.op_n("Split", [stack], deepstack_layers, axis=-1) if deepstack_layers > 1 else [stack]
     for index in range(spec.num_hidden_layers):
         hidden = layer_writer.layer(index, hidden)
+        if index < len(seen):
+            hidden = graph.op("Add", hidden, seen[index])
         if index + 1 == accept_hidden_layer:
             graph.output(hidden, "accept_hidden_states", TensorProto.FLOAT, shape)
         progress()
@@ -89,10 +104,30 @@ def write_decoder(
     graph.rename_output("hidden_states", TensorProto.FLOAT, shape)
 
 
+def rotary_axes(sections: Sequence[int]) -> list[int]:
+    """Return for each pair of channels the axis of a position that turns it: 0 time, 1 height, 2 width.
+
+    The axes are interleaved: pairs 1, 4, 7, ... are height's and 2, 5, 8, ... width's, as many as their sections say.
+    Source: ``transformers`` 4.57, ``Qwen3OmniMoeThinkerTextRotaryEmbedding``.
+    """
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            axes[pair] = axis
+    return axes
+
+
 class _LayerWriter:
     """What the layers share: position-dependent values, and how products and mixtures are written."""
 
-    def __init__(self, products: Products, spec: DecoderSpec, prefix: str, cache_dtype: str) -> None:
+    def __init__(
+        self,
+        products: Products,
+        spec: DecoderSpec,
+        prefix: str,
+        cache_dtype: str,
+        rotary_sections: Sequence[int] | None,
+    ) -> None:
         self.products, self.graph, self.weights = products, products.graph, products.weights
         self.spec, self.prefix = spec, prefix
         self.experts: MoeWriter | None = None
@@ -101,7 +136,7 @@ class _LayerWriter:
         self.group = spec.num_attention_heads // spec.num_key_value_heads
         self.cache_shape: list[int | str] = ["batch", spec.num_key_value_heads, "slots", spec.head_dim]
         positions = graph.input("positions", TensorProto.INT32, ["batch", "length"])
-        self._write_rotary(positions)
+        self._write_rotary(positions, rotary_sections)
         self._positions = positions
         self._mask: str | None = None
         self._slots: str | None = None
@@ -129,23 +164,19 @@ class _LayerWriter:
         root = graph.op("Sqrt", graph.op("Add", mean, graph.constant(self.spec.rms_norm_eps, np.float32)))
         return graph.op("Div", value, root)
 
-    def _write_rotary(self, positions: str) -> None:
+    def _write_rotary(self, positions: str, sections: Sequence[int] | None) -> None:
         graph, half = self.graph, self.spec.head_dim // 2
         exponent = np.arange(0, self.spec.head_dim, 2, dtype=np.float32) / np.float32(self.spec.head_dim)
         frequencies = (1.0 / np.power(np.float32(self.spec.rope_theta), exponent)).astype(np.float32)
-        column = graph.op(
-            "Cast", graph.op("Unsqueeze", positions, graph.constant([1, 3], np.int64)), to=TensorProto.FLOAT
-        )
+        if sections is None:
+            column = graph.op("Unsqueeze", positions, graph.constant([1, 3], np.int64))
+        else:
+            three = graph.input("rotary_positions", TensorProto.INT32, ["batch", "length", 3])
+            own = graph.op("Gather", three, graph.constant(rotary_axes(sections), np.int32), axis=2)
+            column = graph.op("Unsqueeze", own, graph.constant([1], np.int64))
+        column = graph.op("Cast", column, to=TensorProto.FLOAT)
         angles = graph.op("Mul", column, graph.constant(frequencies.reshape(1, 1, 1, half)))  # [B, 1, T, hd/2]
         self._cos, self._sin = graph.op("Cos", angles), graph.op("Sin", angles)
-
-    def _rotated(self, heads: str) -> str:
-        """Rotate ``[B, heads, T, headDim]`` by the angles of its rows."""
-        graph = self.graph
-        first, second = graph.op_n("Split", [heads], 2, axis=-1)
-        left = graph.op("Sub", graph.op("Mul", first, self._cos), graph.op("Mul", second, self._sin))
-        right = graph.op("Add", graph.op("Mul", second, self._cos), graph.op("Mul", first, self._sin))
-        return graph.op("Concat", left, right, axis=-1)
 
     def _attention(self, index: int, name: str, hidden: str) -> str:
         graph, spec = self.graph, self.spec
@@ -183,7 +214,7 @@ class _LayerWriter:
         by_head = graph.op("Transpose", split, perm=[0, 2, 1, 3])
         sizes = graph.constant([heads + kv_heads, kv_heads], np.int64)
         both, values = graph.op_n("Split", [by_head, sizes], 2, axis=1)
-        turned = self._rotated(graph.op("Mul", self._normalised(both), self._head_scales(name)))
+        turned = rotated(graph, graph.op("Mul", self._normalised(both), self._head_scales(name)), self._cos, self._sin)
         sizes = graph.constant([heads, kv_heads], np.int64)
         queries, keys = graph.op_n("Split", [turned, sizes], 2, axis=1)
         return queries, keys, values

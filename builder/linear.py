@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
@@ -76,3 +78,25 @@ class Products:
         if (value, element) not in self._casts:
             self._casts[value, element] = self.typed(self.graph.op("Cast", value, to=element), element)
         return self._casts[value, element]
+
+
+def rotated(graph: GraphWriter, heads: str, cos: str, sin: str) -> str:
+    """Rotate ``[B, heads, T, headDim]`` by the angles of its rows, each ``[B or 1, 1, T, headDim / 2]``."""
+    first, second = graph.op_n("Split", [heads], 2, axis=-1)
+    left = graph.op("Sub", graph.op("Mul", first, cos), graph.op("Mul", second, sin))
+    right = graph.op("Add", graph.op("Mul", second, cos), graph.op("Mul", first, sin))
+    return graph.op("Concat", left, right, axis=-1)
+
+
+def standardised(graph: GraphWriter, value: str, eps: float) -> str:
+    """Bring the last axis to mean 0 and variance 1: a LayerNorm without its weights."""
+    centred = graph.op("Sub", value, graph.op("ReduceMean", value, axes=[-1], keepdims=1))
+    variance = graph.op("ReduceMean", graph.op("Mul", centred, centred), axes=[-1], keepdims=1)
+    return graph.op("Div", centred, graph.op("Sqrt", graph.op("Add", variance, graph.constant(eps, np.float32))))
+
+
+def gelu(graph: GraphWriter, value: str) -> str:
+    """Apply the exact (erf) GELU."""
+    erf = graph.op("Erf", graph.op("Mul", value, graph.constant(math.sqrt(0.5), np.float32)))
+    half = graph.op("Mul", value, graph.constant(0.5, np.float32))
+    return graph.op("Mul", half, graph.op("Add", erf, graph.constant(1.0, np.float32)))

@@ -11,6 +11,7 @@ from trt_cpspec.errors import ConfigError
 
 from .checkpoint import (
     SpeechCheckpoint,
+    Weights,
     read_config,
     read_generation,
     read_ids,
@@ -19,6 +20,7 @@ from .checkpoint import (
     read_predictor,
 )
 from .code2wav import CodecSpec, read_omni_codec_spec
+from .encoders import OmniEncoders, VisionEncoderSpec, read_encoders
 from .moe import MoeSpec
 
 DENSE, MIXTURE = "qwen3_omni", "qwen3_omni_moe"
@@ -53,6 +55,8 @@ class OmniCheckpoint(SpeechCheckpoint):
     text_ids : dict
         Ids of the Thinker's vocabulary that mark roles, turns and media.
     codec : CodecSpec
+    encoders : OmniEncoders
+        Those whose weights are there.
     """
 
     model_type: str
@@ -64,6 +68,7 @@ class OmniCheckpoint(SpeechCheckpoint):
     accept_hidden_layer: int
     text_ids: dict[str, int]
     codec: CodecSpec
+    encoders: OmniEncoders
 
 
 def read_omni_checkpoint(folder: Path) -> OmniCheckpoint:
@@ -90,6 +95,11 @@ def read_omni_checkpoint(folder: Path) -> OmniCheckpoint:
             section.require("tie_word_embeddings", False)
     text_ids = read_ids(config, _TEXT_IDS, thinker_spec.vocab_size)
     text_ids |= read_ids(thinker, _MEDIA_IDS, thinker_spec.vocab_size)
+    encoders = read_encoders(thinker, Weights(folder), thinker_spec.hidden_size)
+    if encoders.vision is not None:
+        _check_sight(thinker_text, encoders.vision, thinker_spec)
+        for section in (thinker_text, talker_text):
+            _check_axes(section.section("rope_scaling"))
     return OmniCheckpoint(
         folder=folder,
         model_type=model_type,
@@ -107,11 +117,33 @@ def read_omni_checkpoint(folder: Path) -> OmniCheckpoint:
         speakers=read_names(talker, "speaker_id", talker_spec),
         generation=read_generation(folder),
         codec=read_omni_codec_spec(config.section("code2wav_config")),
+        encoders=encoders,
     )
 
 
 def _mixture(section: Section, model_type: str) -> MoeSpec | None:
     return MoeSpec.from_section(section) if model_type == MIXTURE else None
+
+
+def _check_sight(section: Section, vision: VisionEncoderSpec, thinker: DecoderSpec) -> None:
+    count = len(vision.deepstack_visual_indexes)
+    if count > thinker.num_hidden_layers:
+        raise ConfigError(
+            f"{section.where}: num_hidden_layers is {thinker.num_hidden_layers}, deepstack_visual_indexes needs {count}"
+        )
+
+
+def _check_axes(scaling: Section) -> None:
+    """Check that the three axes of a position share the channels as the reference lets them, turn by turn."""
+    for key in ("interleaved", "mrope_interleaved"):
+        if scaling.has(key):
+            scaling.require(key, True)
+    sections = scaling.integers("mrope_section")
+    if len(sections) != 3 or any(axis + 3 * (sections[axis] - 1) >= sum(sections) for axis in (1, 2)):
+        raise ConfigError(
+            f"{scaling.where}: mrope_section {list(sections)} must have three parts, of which height and width take "
+            f"every third pair of channels"
+        )
 
 
 def _accepted(talker: Section, thinker: DecoderSpec) -> int:

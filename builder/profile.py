@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from trt_cpspec.config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE
+from trt_cpspec.encoders import AUDIO_TYPE, VISION_TYPE
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.session import MIN_BUCKET, PREFILL_CHUNK, SCRATCH_SLOTS, bucket_for
 
@@ -29,6 +30,12 @@ PREFILL_ROWS = 2
 
 TYPICAL_SLOTS = 256
 """Cache extent for which a Talker's steps are tuned: a short prompt and some 15 s of speech."""
+
+MIN_PATCHES = 4
+"""Patches of the smallest image: one row."""
+
+TYPICAL_PATCHES = 1024
+"""Patches for which the vision encoder is tuned: an image of 512 x 512 pixels in the release."""
 
 TOKENS_PER_PAGE = 128
 """Tokens of one page of Edge-LLM's KV pool."""
@@ -68,6 +75,8 @@ class Kind(Enum):
     CODE_PREDICTOR = "code predictor"
     DECODER = "decoder"
     CODEC = "codec decoder"
+    AUDIO_ENCODER = "audio encoder"
+    VISION_ENCODER = "vision encoder"
 
 
 class Contract(Enum):
@@ -77,6 +86,16 @@ class Contract(Enum):
     EDGE_PADDED = "Edge-LLM padded (0.10)"
     EDGE_RAGGED = "Edge-LLM ragged (0.11)"
     CODEC = "codec"
+    AUDIO_ENCODER = "audio encoder"
+    VISION_ENCODER = "vision encoder"
+
+
+STATELESS = {
+    Kind.CODEC: Contract.CODEC,
+    Kind.AUDIO_ENCODER: Contract.AUDIO_ENCODER,
+    Kind.VISION_ENCODER: Contract.VISION_ENCODER,
+}
+"""The kinds without a cache: each has a contract of its own, and one profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +115,10 @@ class Limits:
         Pages of Edge-LLM's KV pool; 0 is the least that serves.
     min_code_len, opt_code_len, max_code_len : int
         Frames of one call of the codec.
+    max_windows : int
+        Windows of one call of the audio encoder.
+    max_patches : int
+        Patches of an image, a multiple of those that become one row.
     """
 
     max_input_len: int = 1024
@@ -106,6 +129,8 @@ class Limits:
     min_code_len: int = 1
     opt_code_len: int = 300
     max_code_len: int = 2000
+    max_windows: int = 8
+    max_patches: int = 4096
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -155,6 +180,7 @@ CONTRACTS: dict[Contract, tuple[_Rule, ...]] = {
         _Rule(r"inputs_embeds", ("batch", "length", None)),
         _Rule(r"positions", ("batch", "length")),
         _Rule(r"past_(key|value)_\d+", ("batch", None, "slots", None)),
+        _Rule(r"rotary_positions|deepstack_embeds", ("batch", "length", None)),
     ),
     Contract.EDGE_PADDED: (
         _Rule(r"inputs_embeds", ("batch", "length", None)),
@@ -181,7 +207,19 @@ CONTRACTS: dict[Contract, tuple[_Rule, ...]] = {
         _Rule(r"skip_softmax_scale", ("skipped",)),
         *_EDGE_WEIGHTS,
     ),
-    Contract.CODEC: (_Rule(r"codes", ("one", None, "frames")),),
+    Contract.CODEC: (
+        _Rule(r"codes", ("one", None, "frames")),
+        # Of a codec that carries its state from call to call; Edge-LLM's, and our own of before, have codes alone.
+        _Rule(r"position", (None,)),
+        _Rule(r"past_(key|value)_\d+", ("one", None, None, None)),
+        _Rule(r"past_tail_\d+", ("one", None, None)),
+    ),
+    Contract.AUDIO_ENCODER: (
+        _Rule(r"mel", ("windows", None, None, None)),
+        _Rule(r"extents", (None,)),
+        _Rule(r"lengths", ("windows",)),
+    ),
+    Contract.VISION_ENCODER: (_Rule(r"patches|places|corners|shares", ("patches", None)),),
 }
 """The contract table: for each convention its inputs and the symbols of their axes."""
 
@@ -196,11 +234,15 @@ WIDENED: dict[Contract, dict[str, str]] = {
 _TOKEN_SYMBOLS = ("length", "tokens")
 
 
+ENCODERS = {AUDIO_TYPE: Kind.AUDIO_ENCODER, VISION_TYPE: Kind.VISION_ENCODER}
+
+
 def component_kind(config: Mapping[str, Any], where: str) -> Kind:
     """Say what a component is from its ``config.json``.
 
     A CodePredictor is recognised by ``config["model"]`` ending with ``_code_predictor``, and by nothing else; a
-    codec by ``model_type`` (or ``model``) ending with ``_code2wav``.
+    codec by ``model_type`` (or ``model``) ending with ``_code2wav``; an encoder of Qwen3-Omni by its ``model_type``,
+    which Edge-LLM's have too, and by saying what stands before it, which theirs do not.
 
     Raises
     ------
@@ -215,6 +257,8 @@ def component_kind(config: Mapping[str, Any], where: str) -> Kind:
         raise EngineError(f"{where}: neither model nor model_type says what this component is")
     if name.endswith("_code2wav"):
         return Kind.CODEC
+    if name in ENCODERS and "preprocessor" in config:
+        return ENCODERS[name]
     if "encoder" in name or not isinstance(model, str):
         raise EngineError(f"{where}: {name!r} is no decoder and no codec; build it with Edge-LLM's own builders")
     role, speculation = config.get("engine_role", "llm"), config.get("spec_decode_type", "none")
@@ -243,8 +287,12 @@ def recognise(inputs: Sequence[GraphInput]) -> Contract:
             f"cache has no pages, so a pass cannot verify several depths; export it again with Edge-LLM 0.10 or "
             f"later, or build from the checkpoint"
         )
-    if set(ranks) == {"codes"} and ranks["codes"] == 3:
+    if ranks.get("codes") == 3 and (len(ranks) == 1 or "position" in ranks):
         return Contract.CODEC
+    if set(ranks) == {"mel", "extents", "lengths"}:
+        return Contract.AUDIO_ENCODER
+    if set(ranks) == {"patches", "places", "corners", "shares"}:
+        return Contract.VISION_ENCODER
     if rank == 3 and "past_key_0" in ranks and ranks.get("positions") == 2:
         return Contract.PORTABLE
     if rank == 3 and {"context_lengths", "kvcache_start_index"} <= set(ranks):
@@ -275,7 +323,7 @@ class Profiles:
     ----------
     contract : Contract
     profiles : dict of str to Profile
-        ``context`` is index 0 and ``generation`` index 1; a codec has one, ``frames``.
+        ``context`` is index 0 and ``generation`` index 1; a codec has one, ``frames``, and so have encoders.
     """
 
     contract: Contract
@@ -310,7 +358,7 @@ def profiles_for(kind: Kind, inputs: Sequence[GraphInput], limits: Limits) -> Pr
         The graph follows no contract, or one of its inputs does not fit: the message names the tensor.
     """
     contract = recognise(inputs)
-    if (kind is Kind.CODEC) != (contract is Contract.CODEC):
+    if STATELESS.get(kind) is not (contract if contract in STATELESS.values() else None):
         raise EngineError(f"config.json calls the component a {kind.value}, its graph's contract is {contract.value}")
     profiles: dict[str, Profile] = {
         name: {item.name: _range_of(item, contract, extents) for item in inputs}
@@ -442,6 +490,11 @@ def _extents(kind: Kind, contract: Contract, limits: Limits) -> dict[str, dict[s
     if contract is Contract.CODEC:
         frames = (limits.min_code_len, limits.opt_code_len, limits.max_code_len)
         return {"frames": {"one": (1, 1, 1), "frames": frames}}
+    if contract is Contract.AUDIO_ENCODER:
+        return {"clip": {"windows": (1, 1, limits.max_windows)}}
+    if contract is Contract.VISION_ENCODER:
+        least = min(MIN_PATCHES, limits.max_patches)
+        return {"image": {"patches": (least, min(TYPICAL_PATCHES, limits.max_patches), limits.max_patches)}}
     if contract is Contract.PORTABLE:
         return _portable_extents(kind, limits)
     return _edge_extents(limits)

@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from trt_cpspec import __version__
 from trt_cpspec.config import MAX_VERIFY_SIZE
+from trt_cpspec.encoders import AUDIO_FOLDER, VISION_FOLDER
 from trt_cpspec.errors import ConfigError, EngineError
-from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.runtime import AUDIO_PLAN, CODEC_PLAN, DECODER_PLAN, GRAPH_FILE, VISION_PLAN
 
 from . import sidecar
 from .engine import Backend, EngineOptions, OnnxGraph, Report, build_plan, expected_record
 from .profile import (
+    STATELESS,
     Kind,
     Limits,
     Profile,
@@ -35,7 +37,16 @@ Action = Literal["built", "unchanged", "would build", "skipped"]
 
 _DECODER_KEYS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity")
 _CODEC_KEYS = ("min_code_len", "opt_code_len", "max_code_len")
-_PLAN_OF = {Kind.CODEC: "code2wav.engine", Kind.DECODER: "llm.engine", Kind.CODE_PREDICTOR: "llm.engine"}
+_KEYS = {Kind.CODEC: _CODEC_KEYS, Kind.AUDIO_ENCODER: ("max_windows",), Kind.VISION_ENCODER: ("max_patches",)}
+"""The limits of a component; of every other kind they are a decoder's."""
+
+_PLAN_OF = {
+    Kind.CODEC: CODEC_PLAN,
+    Kind.DECODER: DECODER_PLAN,
+    Kind.CODE_PREDICTOR: DECODER_PLAN,
+    Kind.AUDIO_ENCODER: AUDIO_PLAN,
+    Kind.VISION_ENCODER: VISION_PLAN,
+}
 
 
 def _silent(phase: str, done: float | None) -> None:
@@ -334,7 +345,7 @@ class _Job:
         return built.verify_size(self.limits.max_batch_size) if self.kind is Kind.CODE_PREDICTOR else None
 
     def _limit_keys(self) -> dict[str, int]:
-        keys = _CODEC_KEYS if self.kind is Kind.CODEC else _DECODER_KEYS
+        keys = _KEYS.get(self.kind, _DECODER_KEYS)
         limits = {key: getattr(self.limits, key) for key in keys}
         if self.kind is Kind.CODE_PREDICTOR:
             limits["max_verify_size"] = self.limits.max_verify_size
@@ -449,4 +460,6 @@ def _layout_name(source: Path, config: Mapping[str, Any], kind: Kind) -> str:
     if kind is Kind.CODEC:
         # Qwen3-Omni's lies deeper, here and in Edge-LLM's exports; model_type is the same for both families there.
         return "multimodal/code2wav" if source.parent.name in ("multimodal", "audio") else "code2wav"
+    if kind in STATELESS:
+        return f"multimodal/{AUDIO_FOLDER if kind is Kind.AUDIO_ENCODER else VISION_FOLDER}"
     return "talker" if "talker" in str(config.get("model")) else source.name

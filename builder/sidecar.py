@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from trt_cpspec.errors import ConfigError, EngineError
-from trt_cpspec.runtime import GRAPH_FILE
+from trt_cpspec.runtime import GRAPH_FILE, PLAN_FILES
 from trt_cpspec.tensorfile import GRAPH_DATA_FILE
 
 CONFIG_FILE = "config.json"
 NEXT_FILE = "config.json.next"
 """The sidecar of a plan that is about to take its place."""
 
-PLAN_FILES = ("llm.engine", "code2wav.engine")
 BACKUP_SUFFIX = ".bak"
 PARTIAL_SUFFIX = ".partial"
 RECORD = "engine"
@@ -94,7 +93,7 @@ def plan_fault(folder: Path, plan_name: str, config: Mapping[str, Any]) -> str |
     ----------
     folder : Path
     plan_name : str
-        ``llm.engine`` or ``code2wav.engine``.
+        One of :data:`~trt_cpspec.runtime.PLAN_FILES`.
     config : mapping
         The folder's ``config.json``.
     """

@@ -31,7 +31,7 @@ End of an utterance
     end-of-speech code reads it: a bias that gives this code about one chance in ``MEAN_FRAMES`` a frame.
 
 A Qwen3-Omni checkpoint has the same Talker and code predictor, a Thinker whose text never ends by itself (it goes to
-the length limit), and neither audio nor vision encoder.
+the length limit), and an audio and a vision encoder only where their sizes are given.
 """
 
 from __future__ import annotations
@@ -186,6 +186,63 @@ class ExpertSize:
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts or self.intermediate < 1 or self.shared < 0:
             raise ConfigError(f"{self} is no mixture: chosen must lie between 1 and experts, and widths be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSize:
+    """Sizes of a Qwen3-Omni's audio encoder.
+
+    Attributes
+    ----------
+    width, layers, heads, intermediate : int
+        The transformer.
+    channels : int
+        Of the convolutions.
+    """
+
+    width: int = 32
+    layers: int = 2
+    heads: int = 4
+    intermediate: int = 48
+    channels: int = 6
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @classmethod
+    def released(cls) -> AudioSize:
+        """Return the sizes of the released model."""
+        return cls(width=1280, layers=32, heads=20, intermediate=5120, channels=480)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSize:
+    """Sizes of a Qwen3-Omni's vision encoder.
+
+    Attributes
+    ----------
+    width, layers, heads, intermediate : int
+        The transformer.
+    positions : int
+        Learned positions along a side.
+    deepstack : tuple of int
+        The layers behind which the features of the Thinker's first layers are taken.
+    """
+
+    width: int = 16
+    layers: int = 3
+    heads: int = 2
+    intermediate: int = 24
+    positions: int = 8
+    deepstack: tuple[int, ...] = (0, 2)
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @classmethod
+    def released(cls) -> VisionSize:
+        """Return the sizes of the released model."""
+        return cls(width=1152, layers=27, heads=16, intermediate=4304, positions=48, deepstack=(8, 16, 24))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,12 +413,17 @@ class OmniSpec(SpeechSpec):
         Both or none: with none the checkpoint is a dense one.
     accept_hidden_layer : int
         After how many of the Thinker's layers the Talker hears what it saw.
+    audio : AudioSize or None
+    vision : VisionSize or None
+        The encoders; None is a checkpoint without that one.
     """
 
     thinker: DecoderSize
     thinker_experts: ExpertSize | None = None
     talker_experts: ExpertSize | None = None
     accept_hidden_layer: int = 1
+    audio: AudioSize | None = None
+    vision: VisionSize | None = None
 
     def __post_init__(self) -> None:
         SpeechSpec.__post_init__(self)
@@ -485,7 +547,11 @@ def _write_tts(folder: Path, spec: SyntheticSpec, progress: Progress | None) -> 
 def _write_omni(folder: Path, spec: OmniSpec, progress: Progress | None) -> None:
     _write_weights(folder, _omni_tensors(spec), spec.dtype, spec, progress)
     _write_tokenizer(folder, spec, "Qwen3OmniMoeProcessor")
-    _write_json(folder / "chat_template.json", {"chat_template": _CHAT_TEMPLATE})
+    hears_or_sees = spec.audio is not None or spec.vision is not None
+    if hears_or_sees:
+        _write_json(folder / "preprocessor_config.json", _OMNI_PREPROCESSOR)
+    template = _MEDIA_TEMPLATE if hears_or_sees else _CHAT_TEMPLATE
+    _write_json(folder / "chat_template.json", {"chat_template": template})
     _write_json(folder / "generation_config.json", _OMNI_GENERATION)
     _write_json(folder / "config.json", _omni_config(spec))
 
@@ -723,7 +789,59 @@ def _omni_tensors(spec: OmniSpec) -> Recipes:
             f"{name}.linear_fc2.bias": _vector(talker.hidden, std=0.1, edit=_first_row_zero),
         }
     tensors |= _predictor_tensors("talker.code_predictor", spec)
-    return tensors | _omni_codec_tensors(spec)
+    tensors |= _omni_codec_tensors(spec)
+    if spec.audio is not None:
+        tensors |= _audio_tensors("thinker.audio_tower", spec.audio, thinker.hidden)
+    if spec.vision is not None:
+        tensors |= _vision_tensors("thinker.visual", spec.vision, thinker.hidden)
+    return tensors
+
+
+def _audio_tensors(prefix: str, size: AudioSize, out: int) -> Recipes:
+    width, channels, gain = size.width, size.channels, 1 / math.sqrt(2 * size.layers)
+    tensors: Recipes = {}
+    for stage, before in ((1, 1), (2, channels), (3, channels)):
+        tensors[f"{prefix}.conv2d{stage}.weight"] = _Recipe(
+            shape=(channels, before, 3, 3), std=1.5 / math.sqrt(9 * before)
+        )
+        tensors[f"{prefix}.conv2d{stage}.bias"] = _vector(channels, std=0.1)
+    tensors[f"{prefix}.conv_out.weight"] = _linear(width, channels * _MEL_BINS // 8)
+    for layer in range(size.layers):
+        base = f"{prefix}.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj"):
+            tensors |= _biased(f"{base}.self_attn.{name}", _linear(width, width))
+        tensors |= _biased(f"{base}.self_attn.out_proj", _linear(width, width, gain))
+        tensors |= _biased(f"{base}.fc1", _linear(size.intermediate, width))
+        tensors |= _biased(f"{base}.fc2", _linear(width, size.intermediate, gain))
+        for name in ("self_attn_layer_norm", "final_layer_norm"):
+            tensors |= _biased(f"{base}.{name}", _norm(width))
+    tensors |= _biased(f"{prefix}.ln_post", _norm(width))
+    tensors |= _biased(f"{prefix}.proj1", _linear(width, width))
+    return tensors | _biased(f"{prefix}.proj2", _linear(out, width))
+
+
+def _vision_tensors(prefix: str, size: VisionSize, out: int) -> Recipes:
+    width, gain, patch = size.width, 1 / math.sqrt(2 * size.layers), _OMNI_PREPROCESSOR["patch_size"]
+    shape = (width, 3, _OMNI_PREPROCESSOR["temporal_patch_size"], patch, patch)
+    tensors: Recipes = {
+        f"{prefix}.patch_embed.proj.weight": _Recipe(shape=shape, std=1 / math.sqrt(math.prod(shape[1:]))),
+        f"{prefix}.patch_embed.proj.bias": _vector(width, std=0.1),
+        f"{prefix}.pos_embed.weight": _Recipe(shape=(size.positions**2, width), std=0.3),
+    }
+    for layer in range(size.layers):
+        base = f"{prefix}.blocks.{layer}"
+        tensors |= _biased(f"{base}.attn.qkv", _linear(3 * width, width))
+        tensors |= _biased(f"{base}.attn.proj", _linear(width, width, gain))
+        tensors |= _biased(f"{base}.mlp.linear_fc1", _linear(size.intermediate, width))
+        tensors |= _biased(f"{base}.mlp.linear_fc2", _linear(width, size.intermediate, gain))
+        tensors |= _biased(f"{base}.norm1", _norm(width)) | _biased(f"{base}.norm2", _norm(width))
+    square = width * _OMNI_PREPROCESSOR["merge_size"] ** 2
+    mergers = [("merger", width), *((f"merger_list.{i}", square) for i in range(len(size.deepstack)))]
+    for name, normed in mergers:
+        tensors |= _biased(f"{prefix}.{name}.ln_q", _norm(normed))
+        tensors |= _biased(f"{prefix}.{name}.mlp.0", _linear(square, square))
+        tensors |= _biased(f"{prefix}.{name}.mlp.2", _linear(out, square))
+    return tensors
 
 
 def _speechless_edit(spec: OmniSpec) -> Edit:
@@ -1116,6 +1234,24 @@ _CHAT_TEMPLATE = (
     "{{- '<|im_end|>\\n' -}}\n"
     "{%- endfor -%}\n{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
 )
+_MEDIA_TEMPLATE = (
+    "{%- for message in messages -%}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' -}}\n"
+    "{%- if message.content is string -%}{{- message.content -}}\n"
+    "{%- else -%}{%- for part in message.content -%}\n"
+    "{%- if 'image' in part -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}\n"
+    "{%- elif 'audio' in part -%}{{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}\n"
+    "{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}\n"
+    "{{- '<|im_end|>\\n' -}}\n"
+    "{%- endfor -%}\n{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
+)
+_MEL_BINS = 128
+_OMNI_PREPROCESSOR: dict[str, Any] = {
+    "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": _MEL_BINS, "hop_length": 160, "n_fft": 400,
+    "sampling_rate": 16000, "chunk_length": 300, "n_samples": 4800000, "dither": 0.0, "padding_value": 0.0,
+    "image_processor_type": "Qwen2VLImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 _OMNI_SPEAKERS = {"chelsie": 2301, "ethan": 2302, "aiden": 2303}
 _OMNI_MEDIA = {"audio_token_id": "<|audio_pad|>", "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 
@@ -1136,6 +1272,7 @@ def _omni_config(spec: OmniSpec) -> dict[str, Any]:
             "model_type": f"{family}_thinker",
             "text_config": _omni_decoder_config(spec.thinker, spec.thinker_experts, spec.text_vocab),
             **media,
+            **_encoder_configs(spec),
         },
         "talker_config": {
             "accept_hidden_layer": spec.accept_hidden_layer,
@@ -1149,6 +1286,27 @@ def _omni_config(spec: OmniSpec) -> dict[str, Any]:
         },
         "code2wav_config": _omni_codec_config(spec),
     }
+
+
+def _encoder_configs(spec: OmniSpec) -> dict[str, Any]:
+    configs: dict[str, Any] = {}
+    if spec.audio is not None:
+        configs["audio_config"] = {
+            "activation_function": "gelu", "d_model": spec.audio.width, "downsample_hidden_size": spec.audio.channels,
+            "encoder_attention_heads": spec.audio.heads, "encoder_ffn_dim": spec.audio.intermediate,
+            "encoder_layers": spec.audio.layers, "max_source_positions": 1500, "n_window": 50, "n_window_infer": 800,
+            "num_mel_bins": _MEL_BINS, "output_dim": spec.thinker.hidden, "scale_embedding": False,
+        }  # fmt: skip
+    if spec.vision is not None:
+        sizes = {key: _OMNI_PREPROCESSOR[key] for key in ("patch_size", "temporal_patch_size")}
+        configs["vision_config"] = sizes | {
+            "deepstack_visual_indexes": list(spec.vision.deepstack), "depth": spec.vision.layers,
+            "hidden_act": "gelu_pytorch_tanh", "hidden_size": spec.vision.width, "in_channels": 3,
+            "intermediate_size": spec.vision.intermediate, "num_heads": spec.vision.heads,
+            "num_position_embeddings": spec.vision.positions**2, "out_hidden_size": spec.thinker.hidden,
+            "spatial_merge_size": _OMNI_PREPROCESSOR["merge_size"],
+        }  # fmt: skip
+    return configs
 
 
 def _omni_decoder_config(size: DecoderSize, experts: ExpertSize | None, vocab: int) -> dict[str, Any]:

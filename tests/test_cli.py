@@ -132,8 +132,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
         for n in ("1", "-1", "9", "10")
     },
     "clone": ((*SAY, "--cloneEncoderDir", "x"), "--cloneEncoderDir: voice clone .* not supported yet"),
-    "streaming": ((*SAY, "--streaming"), "--streaming: .*not supported yet"),
-    "chunk": ((*SAY, "--chunkFrames", "4"), "--chunkFrames: it belongs to --streaming"),
     "cuda": ((*SAY, "--device", "cuda"), "CUDA|--device cuda"),
     "device": ((*SAY, "--device", "tpu"), "'--device'.*'tpu'"),
     "mode": ((*SAY, "--cpSpecMode", "greedy"), "'rejection', 'coupled'"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +14,7 @@ import pytest
 from trt_cpspec.builder.checkpoint import Weights
 from trt_cpspec.builder.code2wav import MAX_CODE_LEN, read_codec_spec, rotary_tables, write_code2wav
 
-from trt_cpspec.codec import Code2Wav, CodecConfig, chunk_spans
+from trt_cpspec.codec import Code2Wav, CodecConfig
 from trt_cpspec.config import Section
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.runtime import Runtime
@@ -108,7 +110,9 @@ def test_no_frames_give_no_samples(golden: Golden) -> None:
 def test_rows_of_a_batch_are_independent(golden: Golden) -> None:
     codes = golden.arrays["codec.long_codes"].astype(np.int32)
     batch = np.stack([codes[:4].T, codes[9:13].T])
-    waveform = golden.codec._graph.run({"codes": batch})["waveform"]
+    graph: Any = golden.codec._graph
+    state = {name: np.zeros((2, *shape[1:]), np.float32) for name, shape in graph._state_shapes.items()}
+    waveform = graph.run({"codes": batch, "position": np.zeros(1, np.int32), **state})["waveform"]
     assert waveform.shape == (2, 1, 4 * 1920)
     for row, part in zip(waveform, (codes[:4], codes[9:13]), strict=True):
         assert_close(np.clip(row[0], -1, 1), golden.codec.decode(part))
@@ -132,10 +136,107 @@ def test_rotary_tables_are_those_of_exact_angles() -> None:
     np.testing.assert_allclose(sin, np.sin(angles), atol=3e-4)
 
 
-def test_chunks_cover_every_frame_once() -> None:
-    assert list(chunk_spans(620, 300, 25)) == [(0, 300, 0), (300, 600, 25), (600, 620, 25)]
-    assert list(chunk_spans(9, 4, 6)) == [(0, 4, 0), (4, 8, 4), (8, 9, 6)]
-    assert list(chunk_spans(0, 4, 6)) == []
+@pytest.mark.parametrize(
+    ("frames", "chunk", "left_context", "calls"),
+    [
+        (620, 300, 25, [(0, 300), (275, 600), (575, 620)]),
+        (9, 4, 6, [(0, 4), (0, 8), (2, 9)]),
+        (9, 4, 0, [(0, 4), (4, 8), (8, 9)]),
+        (0, 4, 6, []),
+    ],
+)
+def test_chunks_cover_every_frame_once(
+    frames: int, chunk: int, left_context: int, calls: list[tuple[int, int]]
+) -> None:
+    graph = CountingGraph(carries_state=False)
+    codes = np.stack([np.arange(frames)] * 3, axis=1)
+    config = replace(TINY, codebook_size=frames + 1)
+    waveform = Code2Wav(graph, config).decode(codes, chunk=chunk, left_context=left_context)
+    np.testing.assert_array_equal(waveform, np.repeat(np.arange(frames) / 1000, 4).astype(np.float32))
+    assert [(call[0], call[-1] + 1) for call in graph.calls] == calls
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+PCM16_STEP = 1 / 32768
+
+
+def pieces(codes: np.ndarray, size: int) -> list[np.ndarray]:
+    return [codes[start : start + size] for start in range(0, len(codes), size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 25])
+def test_a_stream_is_the_waveform_of_the_whole(golden: Golden, size: int) -> None:
+    codes = golden.arrays["codec.long_codes"]
+    stream = golden.codec.stream()
+    found = [stream.push(piece) for piece in pieces(codes, size)]
+    assert [len(part) for part in found] == [1920 * len(piece) for piece in pieces(codes, size)]
+    assert np.abs(np.concatenate(found) - golden.codec.decode(codes)).max() < PCM16_STEP
+    assert_close(np.concatenate(found), golden.arrays["codec.long_wav_oneshot"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 25])
+def test_a_stream_begins_anew_where_the_chunks_of_the_reference_do(golden: Golden, size: int) -> None:
+    codes, how = golden.arrays["codec.long_codes"], {"chunk": golden.long["chunk"], "left_context": golden.long["ctx"]}
+    stream = golden.codec.stream(**how)
+    found = np.concatenate([stream.push(piece) for piece in pieces(codes, size)])
+    assert np.abs(found - golden.codec.decode(codes, **how)).max() < PCM16_STEP
+    assert_close(found, golden.arrays["codec.long_wav_chunked"])
+
+
+@pytest.mark.parametrize("size", [7, 25])
+def test_a_stream_beyond_the_default_chunk(goldens: dict[str, Golden], size: int) -> None:
+    golden = goldens["tts_a"]
+    codes = golden.arrays["codec.xl_codes"]
+    assert len(codes) > 300
+    stream = golden.codec.stream()
+    found = np.concatenate([stream.push(piece) for piece in pieces(codes, size)])
+    assert np.abs(found - golden.codec.decode(codes)).max() < PCM16_STEP
+
+
+def test_two_streams_do_not_meet(golden: Golden) -> None:
+    first, second = golden.arrays["codec.long_codes"][:6], golden.arrays["codec.long_codes"][6:12]
+    streams = golden.codec.stream(), golden.codec.stream()
+    found = [[stream.push(codes[i : i + 1]) for stream, codes in zip(streams, (first, second), strict=True)]
+             for i in range(6)]  # fmt: skip
+    for place, codes in enumerate((first, second)):
+        assert_close(np.concatenate([pair[place] for pair in found]), golden.codec.decode(codes))
+
+
+def test_pieces_meet_the_chunks_of_the_offline_decode() -> None:
+    graph = CountingGraph(carries_state=True)
+    stream = Code2Wav(graph, replace(TINY, codebook_size=40, carries_state=True)).stream(chunk=5, left_context=2)
+    codes = np.stack([np.arange(14)] * 3, axis=1)
+    found = [stream.push(piece) for piece in (codes[:3], codes[3:7], codes[7:7], codes[7:8], codes[8:])]
+    np.testing.assert_array_equal(np.concatenate(found), np.repeat(np.arange(14) / 1000, 4).astype(np.float32))
+    assert graph.calls == [[0, 1, 2], [3, 4], [3, 4, 5, 6], [7], [8, 9], [8, 9, 10, 11, 12, 13]]
+    assert graph.positions == [0, 3, 0, 4, 5, 0]
+    assert graph.begun == 3
+    assert stream.frames == 14
+
+
+def test_a_code_that_cannot_be_streamed_is_named_by_its_frame() -> None:
+    stream = Code2Wav(CountingGraph(carries_state=True), replace(TINY, carries_state=True)).stream()
+    stream.push(np.zeros((4, 3), np.int32))
+    with pytest.raises(ConfigError, match="code 10 at frame 5, depth 1"):
+        stream.push(np.array([[0, 0, 0], [0, 10, 0]]))
+
+
+def test_a_codec_of_before_decodes_and_does_not_stream() -> None:
+    codec = Code2Wav(CountingGraph(carries_state=False), TINY)
+    assert len(codec.decode(np.zeros((2, 3), np.int32))) == 8
+    with pytest.raises(EngineError, match=r"built before streaming .* build the engine folder again with cpspec-build"):
+        codec.stream()
+
+
+def test_a_graph_that_is_not_its_configs_is_refused(goldens: dict[str, Golden], tmp_path: Path) -> None:
+    folder = tmp_path / "code2wav"
+    shutil.copytree(goldens["tts_a"].folder, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config.pop("carries_state") is True
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(EngineError, match=r"of different builds \(carries_state\); build it again"):
+        Code2Wav.from_engine_dir(folder)
 
 
 # -- what the builder writes --------------------------------------------------------------------------------------
@@ -158,7 +259,16 @@ def test_graph_uses_only_portable_nodes(golden: Golden) -> None:
     graph = onnx.load(golden.folder / "model.onnx", load_external_data=False).graph
     kinds = {node.op_type for node in graph.node}
     assert not kinds & {"NonZero", "Clip", "Einsum", "If", "Loop", "Scan", "LayerNormalization"}
-    assert [value.type.tensor_type.elem_type for value in graph.input] == [onnx.TensorProto.INT32]
+    types = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+    assert [name for name, kind in types.items() if kind == onnx.TensorProto.INT32] == ["codes", "position"]
+    state = [name for name in types if name not in ("codes", "position")]
+    assert [value.name for value in graph.output] == [
+        *(name.replace("past_", "present_") for name in state),
+        "waveform",
+    ]
+    layers = read_codec_spec(golden.checkpoint).num_hidden_layers
+    tails = 1 + 2 + 1 + 4 * (1 + 3) + 1  # pre_conv, both stretches, the first of the vocoder, its blocks, the last
+    assert len(state) == 2 * layers + tails
     floats = {tensor.data_type for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL}
     assert floats == {onnx.TensorProto.FLOAT}
 
@@ -267,6 +377,25 @@ def test_weights_that_contradict_the_config(tmp_path: Path, decoder: dict, words
 
 
 # -- errors of a decode -------------------------------------------------------------------------------------------
+
+
+class CountingGraph:
+    """Frame ``t`` sounds as a thousandth of its first code, 4 samples long."""
+
+    def __init__(self, *, carries_state: bool) -> None:
+        self.carries_state, self.begun = carries_state, 0
+        self.calls: list[list[int]] = []
+        self.positions: list[int] = []
+
+    def begin(self) -> CountingGraph:
+        self.begun += 1
+        return self
+
+    def run(self, feeds: dict[str, np.ndarray], /) -> dict[str, np.ndarray]:
+        assert feeds.keys() == ({"codes", "position"} if self.carries_state else {"codes"})
+        self.calls.append(feeds["codes"][0, 0].tolist())
+        self.positions += [int(feeds["position"][0])] if self.carries_state else []
+        return {"waveform": np.repeat(feeds["codes"][:, :1] / 1000, 4, axis=2).astype(np.float32)}
 
 
 class FakeGraph:

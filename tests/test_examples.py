@@ -50,6 +50,18 @@ def test_speak(engines: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(wave, speech.waveform, atol=1e-4)
 
 
+def test_stream(engines: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "stream.py"), str(engines), "Hello there.", "--chunk-frames", "2"]
+    result = subprocess.run([*command, "--seed", "3"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    speech = Qwen3TTS.from_engine_dir(engines).synthesize("Hello there.", verify_size=3, seed=3)
+    assert result.returncode == 0
+    assert re.fullmatch(
+        rf"first audio after \d+ ms, {speech.duration_ms / 1000:.2f} s in all\n", result.stderr.decode()
+    )
+    samples = np.frombuffer(result.stdout, "<i2").astype(int)
+    assert np.abs(samples - np.rint(speech.waveform * 32767)).max() <= 1
+
+
 def test_own_talker_loop(engines: Path, tmp_path: Path) -> None:
     printed = run("own_talker_loop.py", engines, cwd=tmp_path)
     passes = {n: float(value) for n, value in re.findall(r"N=(\d): ([\d.]+) passes a frame", printed)}
@@ -81,10 +93,13 @@ def test_answer(omni: Any, tmp_path: Path) -> None:
         ("examples/speak.py", "nowhere", "Hello."),
         ("examples/speak.py", "ENG", "Hello.", "--output", "nowhere/x.wav"),
         ("examples/speak.py", "ENG", "Hello.", "--speaker", "vivan"),
+        ("examples/stream.py", "nowhere", "Hello."),
+        ("examples/stream.py", "ENG", "Hello.", "--speaker", "vivan"),
         ("examples/own_talker_loop.py", "nowhere"),
         ("examples/answer.py", "nowhere", "Hello."),
         ("benchmarks/frame.py", "--engineDir", "nowhere"),
         ("benchmarks/frame.py", "--engineDir", "ENG", "--json", "file/nowhere.json"),
+        ("benchmarks/streaming.py", "nowhere"),
         ("benchmarks/talker.py", "--random-weights", "--json", "file/nowhere.json"),
         ("benchmarks/build_memory.py", "--workDir", "nowhere"),
     ],
@@ -104,4 +119,6 @@ def test_a_mistyped_path_is_an_error_and_no_traceback(command: tuple[str, ...], 
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"speak.py", "answer.py", "own_talker_loop.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "speak.py", "stream.py", "answer.py", "own_talker_loop.py",
+    }  # fmt: skip

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from media_case import MediaCase
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
 from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
+from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import EngineError, NumericsError
+from trt_cpspec.image_input import read_image
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
@@ -47,7 +50,7 @@ def _device() -> None:
 
 
 def build_plans(variant: str, precision: str, folder: Path, max_verify_size: int = 8) -> Path:
-    """Build a golden checkpoint for TensorRT; an engine that is there already is used as it is."""
+    """Build a golden checkpoint, or one in a folder, for TensorRT; an engine that is there is used as it is."""
     if not folder.is_dir():
         options = BuildOptions(precision=precision, max_verify_size=max_verify_size)
         backend, kind = choose_backend("tensorrt"), OmniBuild if variant.startswith("omni") else TtsBuild
@@ -320,6 +323,55 @@ def test_conversations_in_a_batch_equal_each_alone(plans: Callable[[str, str], P
         np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)
 
 
+@pytest.mark.parametrize(("verify_size", "mode"), [(0, "rejection"), (3, "rejection"), (8, "coupled")])
+@pytest.mark.parametrize("name", ["heard", "seen"])
+def test_what_is_heard_and_seen_is_answered_as_the_reference_does(
+    name: str, verify_size: int, mode: Any, plans: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    case = MediaCase(name, model, tmp_path)
+    reply = case.respond(verify_size=verify_size, mode=mode)
+    assert list(reply.token_ids) == case["thinker_ids"].tolist()
+    assert (reply.text, reply.finish_reason) == (case.prompt["text"], case.prompt["thinker_finish"])
+    assert reply.speech is not None
+    np.testing.assert_array_equal(reply.speech.codes, case["codes"])
+    assert np.abs(reply.speech.waveform - case["waveform"]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-3), ("fp16", 1e-2)])
+def test_the_encoders(precision: str, bound: float, plans: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """FP32 within an absolute difference, FP16 within a share of the norm."""
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", precision), device="cuda", audio=False)
+    heard, seen = (MediaCase(name, model, tmp_path) for name in ("heard", "seen"))
+    audio, vision = model.encoders.audio(), model.encoders.vision()
+    patches = read_image(seen.picture, vision.front, max_patches=vision.max_patches)
+    picture = vision.encode(patches)
+    found = {"heard_audio_embeds": audio.encode([heard["audio_features"]])[0], "seen_image_embeds": picture.embeds}
+    found["seen_image_deepstack"] = picture.deepstack[None]
+    for name, rows in found.items():
+        wanted = heard.arrays[name]
+        error = np.abs(rows - wanted).max()
+        share = np.linalg.norm(rows - wanted) / np.linalg.norm(wanted)
+        logger.info(f"{name} {precision}: largest difference {error:.2e}, share of the norm {share:.2e}")
+        assert (error if precision == "fp32" else share) < bound
+    # A window and a bit, and what one call does not take.
+    mel = np.random.default_rng(0).standard_normal((128, 7300)).astype(np.float32)
+    whole = audio.encode([mel])[0]
+    assert whole.shape == (audio.rows_of(7300), 64)
+    np.testing.assert_allclose(whole[:104], audio.encode([mel[:, :800]])[0], rtol=0, atol=10 * bound)
+
+
+def test_media_in_a_batch_equal_each_alone(plans: Callable[[str, str], Path], tmp_path: Path) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    heard, seen = (MediaCase(name, model, tmp_path) for name in ("heard", "seen"))
+    talks: list[Any] = [heard.messages, "Hello there.", seen.messages]
+    options = {"seed": 4, "verify_size": 3, "mode": "coupled", "max_generate_length": 8, "max_audio_length": 6}
+    for talk, reply in zip(talks, model.respond_all(talks, **options), strict=True):
+        alone = model.respond(talk, **options)
+        assert alone.token_ids == reply.token_ids
+        np.testing.assert_array_equal(alone.speech.codes, reply.speech.codes)
+
+
 def test_verify_passes_and_finds_seeds_by_the_slot(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame on the device keeps the law, and its plan computes what its graph does."""
     predictor = model.tts.predictor
@@ -335,3 +387,64 @@ def test_verify_passes_and_finds_seeds_by_the_slot(model: Model, monkeypatch: py
 
     monkeypatch.setattr(CodePredictor, "decode_frame", decode_frame)
     assert any(error.startswith("rows: ") for error in verify(predictor, contexts, options)["errors"])
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 2, 7, 25])
+def test_a_stream_is_the_speech(model: Model, chunk_frames: int) -> None:
+    """The codec's state stays on the device from chunk to chunk; the offline decode begins from the same plan."""
+    options = {"seed": 3, "max_audio_length": 30, "verify_size": 3}
+    whole = model.tts.synthesize("Hello there, this is a longer text.", **options)
+    with model.tts.synthesize_stream(
+        "Hello there, this is a longer text.", chunk_frames=chunk_frames, **options
+    ) as stream:
+        chunks = list(stream)
+    found = np.concatenate(chunks)
+    np.testing.assert_array_equal(stream.result.codes, whole.codes)
+    assert [len(chunk) // 1920 for chunk in chunks[:-1]] == [chunk_frames] * (len(chunks) - 1)
+    error = np.abs(found - whole.waveform).max()
+    logger.info(
+        f"{model.variant} {model.precision}, chunks of {chunk_frames}: {len(whole.codes)} frames, largest difference "
+        f"{error:.2e}, first audio {stream.result.time_to_first_audio_ms:.1f} ms"
+    )
+    assert error < 1 / 32768
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 25])
+def test_a_stream_begins_anew_on_the_device(fp32_model: Model, chunk_frames: int) -> None:
+    """Through the reference's chunks of 300 frames, behind 25 of context; beside another stream."""
+    codec = fp32_model.tts.codec
+    codes = np.random.default_rng(2).integers(0, codec.config.codebook_size, (620, codec.config.num_quantizers))
+    streams = codec.stream(), codec.stream()
+    found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for start in range(0, len(codes), chunk_frames):
+        for parts, stream, order in zip(found, streams, (1, -1), strict=True):
+            parts.append(stream.push(codes[::order][start : start + chunk_frames]))
+    for parts, order in zip(found, (1, -1), strict=True):
+        assert np.abs(np.concatenate(parts) - codec.decode(codes[::order])).max() < 1 / 32768
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 2, 7, 25])
+def test_a_streamed_answer_is_the_answer(plans: Callable[[str, str], Path], chunk_frames: int) -> None:
+    model = Qwen3Omni.from_engine_dir(plans("omni_a", "fp32"), device="cuda")
+    options = {"seed": 3, "verify_size": 3, "mode": "coupled", "max_generate_length": 12, "max_audio_length": 30}
+    whole = model.respond("Hi", **options)
+    stream = model.respond_stream("Hi", chunk_frames=chunk_frames, **options)
+    waveform = np.concatenate(list(stream))
+    assert stream.result.text == whole.text
+    np.testing.assert_array_equal(stream.result.speech.codes, whole.speech.codes)
+    assert np.abs(waveform - whole.speech.waveform).max() < 1 / 32768
+
+
+def test_a_stream_of_the_fused_executor(tmp_path: Path) -> None:
+    """The golden checkpoints are narrower than the kernel takes: a generated one is spoken."""
+    size = DecoderSize(hidden=128, intermediate=192, layers=2, heads=2, kv_heads=1, head_dim=64)
+    write_checkpoint(tmp_path / "checkpoint", SyntheticSpec.tiny(code_predictor=size, talker=size))
+    engine = build_plans(str(tmp_path), "fp16", tmp_path / "engine")
+    tts = Qwen3TTS.from_engine_dir(engine, device="cuda", executor="fused")
+    options = {"seed": 3, "max_audio_length": 20, "verify_size": 3}
+    whole = tts.synthesize("Hello there.", **options)
+    for chunk_frames in (1, 2, 7, 25):
+        stream = tts.synthesize_stream("Hello there.", chunk_frames=chunk_frames, **options)
+        waveform = np.concatenate(list(stream))
+        np.testing.assert_array_equal(stream.result.codes, whole.codes)
+        assert np.abs(waveform - whole.waveform).max() < 1 / 32768

@@ -60,6 +60,8 @@ def test_a_whole_engine_folder(engines: Path) -> None:
         "can_verify": True, "max_verify_size": 8, "codebook_size": 2048, "residual_depths": 15, "reason": None,
     }  # fmt: skip
     assert by_folder["code2wav"]["limits"]["max_code_len"] >= 300
+    assert by_folder["code2wav"]["streaming"] is True
+    assert re.search(r"^  streaming +yes$", text, re.MULTILINE)
     for line in (
         "code_predictor: code predictor",
         "  verify     yes, --cpSpecVerifySize 2 to 8",
@@ -198,7 +200,8 @@ def test_what_is_no_engine_folder(content: dict[str, str] | None, message: str, 
 @pytest.mark.parametrize("gone", ["thinker", "talker", "code_predictor", "multimodal/code2wav"])
 def test_what_an_omni_engine_lacks_is_named(gone: str, omni_copy: Path) -> None:
     kinds = {entry["folder"]: entry["kind"] for entry in inspect(omni_copy)[0]}
-    assert set(kinds) == {"thinker", "talker", "code_predictor", "multimodal/code2wav"}
+    components = {"thinker", "talker", "code_predictor", "multimodal/code2wav", "multimodal/audio", "multimodal/visual"}
+    assert set(kinds) == components
     assert not [kind for kind in kinds.values() if kind.startswith("missing")]
     shutil.rmtree(omni_copy / gone)
     entries, text = inspect(omni_copy)
@@ -208,5 +211,6 @@ def test_what_an_omni_engine_lacks_is_named(gone: str, omni_copy: Path) -> None:
 
 @pytest.mark.parametrize("place", ["multimodal", "thinker"])
 def test_a_part_of_an_omni_engine_lacks_nothing(place: str, omni: Any) -> None:
-    (entry,) = inspect(omni.engine / place)[0]
-    assert not entry["kind"].startswith("missing")
+    entries = inspect(omni.engine / place)[0]
+    assert len(entries) == {"multimodal": 3, "thinker": 1}[place]
+    assert not [entry for entry in entries if entry["kind"].startswith("missing")]

@@ -269,7 +269,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "length": ((*SAY, "--maxGenerateLength", "0"), "--maxGenerateLength.* 0"),
     "template token": (("--text", "a<|im_end|>"), r"messages\[0\].content contains '<\|im_end\|>'"),
     "long": (("--text", "river " * 2000), "takes .* tokens, the Thinker's max_input_len is 1024"),
-    "streaming": ((*SAY, "--enableThinkerTalkerStreaming"), "streaming is not supported yet"),
     "spec decode": ((*SAY, "--specDecode"), "--specDecode: .* --cpSpecVerifySize is the CodePredictor's"),
     "log probabilities": ((*SAY, "--numLogprobs", "3"), "log probabilities are not supported yet"),
     "audio folder": ((*SAY, "--outputAudioDir", "file/audio"), "the folder file/audio cannot be written"),
@@ -323,10 +322,9 @@ def test_the_codec_is_found_in_the_multimodal_folder(omni_copy: Path, work: Path
         ({"requests": [ask(), ask(speaker="et")]}, r"input.json: requests\[1\]: unknown speaker 'et'"),
         ({"requests": [ask()], "speeker": "x"}, "speeker is no known key; did you mean 'speaker'"),
         ({"requests": [ask(), ask("river " * 2000)]}, r"requests\[1\]: the conversation takes"),
-        ({"requests": [ask()], "streaming": {"enable": True}}, "streaming.enable: streaming is not supported yet"),
         (
             {"requests": [{"messages": [{"role": "user", "content": [{"type": "video", "video": "v.mp4"}]}]}]},
-            r"requests\[0\].messages\[0\].content\[0\].type is 'video'; image, audio and video input is not supported",
+            r"requests\[0\].messages\[0\].content\[0\].type is 'video'; video input is not supported",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from trt_cpspec.builder.build import ONNX_RUNTIME, BuildOptions
 from trt_cpspec.builder.cli import build as cpspec_build
 from trt_cpspec.builder.engine import Backend, EngineOptions, OnnxGraph, layer_types
 from trt_cpspec.builder.graph import OPSET
-from trt_cpspec.builder.omni import CODEC_FOLDER, OMNI_COMPONENTS, OmniBuild
+from trt_cpspec.builder.omni import CODEC_FOLDER, ENCODER_FOLDERS, OMNI_COMPONENTS, OmniBuild
 from trt_cpspec.builder.omni_checkpoint import read_omni_checkpoint
 from trt_cpspec.builder.profile import Kind, Limits, profiles_for
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
@@ -69,12 +69,18 @@ class Model:
         graph = onnx.load(str(folder / GRAPH_FILE), load_external_data=False).graph
         shapes = {item.name: item.type.tensor_type.shape.dim for item in graph.input if item.name.startswith("past_")}
         self.cache = {n: np.zeros((1, d[1].dim_value, SLOTS, d[3].dim_value), np.float32) for n, d in shapes.items()}
+        self.inputs = {item.name: item.type.tensor_type.shape.dim[-1].dim_value for item in graph.input}
         self.used = 0
 
     def __call__(self, embeds: F32) -> dict[str, NDArray[Any]]:
         """Run rows ``[T, H]`` behind those before and return every output, without its batch axis."""
         places = np.arange(self.used, self.used + len(embeds), dtype=np.int32)
-        found = self.session.run({"inputs_embeds": embeds[None], "positions": places[None], **self.cache})
+        feeds = {"inputs_embeds": embeds[None], "positions": places[None], **self.cache}
+        if "rotary_positions" in self.inputs:  # of text the three are equal
+            feeds["rotary_positions"] = np.repeat(places[None, :, None], 3, axis=2)
+        if "deepstack_embeds" in self.inputs:
+            feeds["deepstack_embeds"] = np.zeros((1, len(embeds), self.inputs["deepstack_embeds"]), np.float32)
+        found = self.session.run(feeds)
         self.used += len(embeds)
         self.cache = {name: found.pop(name.replace("past", "present")) for name in self.cache}
         return {name: value[0] if name.endswith("_states") else value for name, value in found.items()}
@@ -163,9 +169,13 @@ def test_the_code_predictor(engine: Path, arrays: dict[str, Any], tmp_path: Path
 
 
 def decoded(session: GraphSession, codes: NDArray[Any]) -> F32:
-    wave = session.run({"codes": codes[None].astype(np.int32)})["waveform"]
-    assert wave.shape == (1, 1, 1920 * codes.shape[1] - LOST)
-    return np.clip(wave[0, 0], -1, 1)
+    wave = at_once(session, codes)["waveform"]
+    assert wave.shape == (1, 1, 1920 * codes.shape[1])
+    return np.clip(wave[0, 0, LOST:], -1, 1)
+
+
+def at_once(session: GraphSession, codes: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    return session.begin().run({"codes": codes[None].astype(np.int32), "position": np.zeros(1, np.int32)})
 
 
 def test_the_codec(engine: Path, arrays: dict[str, Any]) -> None:
@@ -189,7 +199,7 @@ def test_the_codecs_transformer_behind_its_window(engine: Path, arrays: dict[str
     mean = next(node.output[0] for node in graph.node if node.op_type == "ReduceMean")
     norm = next(node.output[0] for node in graph.node if "pre_transformer.norm.weight" in node.input)
     path = given_out(engine / CODEC_FOLDER, tmp_path / "graph", (mean, norm))
-    found = GraphSession(path).run({"codes": arrays["c2w_long_codes"][None].astype(np.int32)})
+    found = at_once(GraphSession(path), arrays["c2w_long_codes"])
     np.testing.assert_allclose(found[mean][0], arrays["c2w_long_embeds"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(found[norm][0], arrays["c2w_long_hidden"], rtol=0, atol=5e-5)
 
@@ -262,7 +272,7 @@ def test_cpspec_build_tells_the_family(tmp_path: Path) -> None:
 # -- the graphs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("component", OMNI_COMPONENTS)
+@pytest.mark.parametrize("component", [*OMNI_COMPONENTS, *ENCODER_FOLDERS.values()])
 def test_only_operators_of_opset_17_and_no_wide_integers_at_the_rim(engine: Path, component: str) -> None:
     path = engine / component / GRAPH_FILE
     onnx.checker.check_model(str(path), full_check=True)
@@ -370,6 +380,26 @@ def test_plans_of_every_component(rtx_binding: Any, tmp_path: Path, precision: s
         assert record["precision"] == ("fp32" if name == CODEC_FOLDER else precision)
         assert (tmp_path / "engine" / name / record["plan"]["file"]).stat().st_size == record["plan"]["bytes"]
     assert kinds == [None, None, 8, None]
+    profiles = {}
+    for name in ENCODER_FOLDERS.values():
+        record = json.loads((tmp_path / "engine" / name / "config.json").read_text())["builder_config"]["engine"]
+        assert record["precision"] == precision
+        assert (tmp_path / "engine" / name / record["plan"]["file"]).stat().st_size == record["plan"]["bytes"]
+        (profile,) = record["profiles"]
+        profiles[record["plan"]["file"]] = profile["inputs"]
+    assert profiles == {
+        "audio_encoder.engine": {
+            "mel": [[1, 8, 128, 100], [1, 8, 128, 100], [8, 8, 128, 100]],
+            "extents": [[2], [2], [2]],
+            "lengths": [[1], [1], [8]],
+        },
+        "visual.engine": {
+            "patches": [[4, 1536], [1024, 1536], [4096, 1536]],
+            "places": [[4, 2], [1024, 2], [4096, 2]],
+            "corners": [[4, 4], [1024, 4], [4096, 4]],
+            "shares": [[4, 4], [1024, 4], [4096, 4]],
+        },
+    }
 
 
 def test_exported_graphs_go_where_their_like_lies(engine: Path, tmp_path: Path) -> None:
@@ -380,6 +410,8 @@ def test_exported_graphs_go_where_their_like_lies(engine: Path, tmp_path: Path) 
         "talker": "decoder",
         "code_predictor": "code predictor",
         CODEC_FOLDER: "codec decoder",
+        "multimodal/audio": "audio encoder",
+        "multimodal/visual": "vision encoder",
     }
 
 
@@ -410,7 +442,7 @@ def test_a_plan_holds_the_experts_once(rtx_binding: Any, tmp_path: Path) -> None
     assert (tmp_path / "e" / "thinker" / "llm.engine").stat().st_size < weights + 20_000_000
 
 
-@pytest.mark.parametrize("component", DECODERS)
+@pytest.mark.parametrize("component", [*DECODERS, *ENCODER_FOLDERS.values()])
 def test_types_by_name_are_the_types_of_the_parsed_network(rtx_binding: Any, tmp_path: Path, component: str) -> None:
     """What TensorRT 8.6 is told of each layer, of mixtures too, is what a typed network says of it."""
     backend = Backend(name="tensorrt_rtx", binding=rtx_binding)

@@ -48,6 +48,9 @@ RAGGED = inputs(
     kv_page_table=(-1, 2, -1), logits_indices=(-1,), skip_softmax_scale=(-1,), lm_heads=(15, 32, 16), lm_head_idx=(1,),
 )  # fmt: skip
 CODEC = inputs(codes=(-1, 16, -1))
+STREAMING_CODEC = inputs(
+    codes=(-1, 16, -1), position=(1,), past_tail_0=(-1, 8, 2), past_key_0=(-1, 4, 71, 8), past_value_0=(-1, 4, 71, 8)
+)
 ALL = {
     Contract.PORTABLE: PORTABLE,
     Contract.EDGE_PADDED: PADDED,
@@ -266,6 +269,24 @@ def test_dense_contract_is_refused_with_the_reason(extra: dict[str, tuple[int, .
     graph = inputs(inputs_embeds=(-1, -1, 16), context_lengths=(-1,), kvcache_start_index=(-1,), **extra)
     with pytest.raises(EngineError, match=f"dense contract of 0.6 .*{sign}.*cannot verify.*export it again"):
         recognise(graph)
+
+
+def test_a_codec_that_carries_state_is_one_too() -> None:
+    assert recognise(STREAMING_CODEC) is Contract.CODEC
+    found = profiles_for(Kind.CODEC, STREAMING_CODEC, Limits()).profiles
+    assert found == {
+        "frames": {
+            "codes": shape_range((1, 16, 1), (1, 16, 300), (1, 16, 2000)),
+            "position": same(1),
+            "past_tail_0": same(1, 8, 2),
+            "past_key_0": same(1, 4, 71, 8),
+            "past_value_0": same(1, 4, 71, 8),
+        }
+    }
+    with pytest.raises(EngineError, match="no known contract"):
+        recognise([item for item in STREAMING_CODEC if item.name != "position"])
+    with pytest.raises(EngineError, match="future_0 is unknown to the contract codec"):
+        profiles_for(Kind.CODEC, [*STREAMING_CODEC, GraphInput("future_0", (-1, 2))], Limits())
 
 
 def test_unknown_contract_lists_the_inputs() -> None:

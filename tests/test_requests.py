@@ -11,6 +11,7 @@ from trt_cpspec.errors import ConfigError
 from trt_cpspec.requests import (
     Request,
     RequestFile,
+    StreamOptions,
     make_chat,
     make_request,
     parse_chats,
@@ -453,7 +454,8 @@ def test_every_key_of_a_conversation() -> None:
         ({"requests": [ask(language="english")]}, "requests[0].language is no known key"),
         ({"requests": [ask()], "temprature": 1}, "temprature is no known key; did you mean 'subtalker_temperature' or"),
         ({"requests": [ask(streaming={})]}, "requests[0].streaming is not possible here, it belongs to the top level"),
-        ({"requests": [ask()], "streaming": {"enable": True}}, "streaming.enable: streaming is not supported yet"),
+        ({"requests": [ask()], "streaming": {"codec_chunk_frames": 0}}, "streaming.codec_chunk_frames is 0"),
+        ({"requests": [ask()], "streaming": {"talker_prefill_threshold": 1.5}}, "threshold must be an integer"),
         ({"requests": [ask()], "streaming": {"chunk": 3}}, "streaming.chunk is no known key"),
         ({"requests": [ask()], "streaming": 3}, "streaming must be a JSON object"),
         ({"requests": [ask()], "streaming": {"enable": 1}}, "streaming.enable must be true or false"),
@@ -473,17 +475,48 @@ def test_a_conversation_that_cannot_be_used(document: dict[str, Any], words: str
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["image", "audio", "video"])
 @pytest.mark.parametrize("typed", [True, False])
-def test_media_are_refused_by_name(kind: str, typed: bool) -> None:
-    part = {kind: "file"} | ({"type": kind} if typed else {})
+def test_video_is_refused_by_name(typed: bool) -> None:
+    part = {"video": "file"} | ({"type": "video"} if typed else {})
     message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}
     with pytest.raises(ConfigError) as refused:
         chats({"requests": [ask(), ask(messages=[message])]})
     assert str(refused.value) == (
-        f"in.json: requests[1].messages[0].content[1].type is '{kind}'; image, audio and video input is not supported "
-        f"yet, give parts of type 'text'"
+        "in.json: requests[1].messages[0].content[1].type is 'video'; video input is not supported, parts are of type "
+        "'text', 'audio' or 'image'"
     )
+
+
+@pytest.mark.parametrize("part", [{"audio": "a.wav"}, {"type": "image", "image": "b.png", "max_pixels": 4096}])
+def test_a_user_may_give_files(part: dict[str, Any]) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, part]}
+    (request,) = chats({"requests": [ask(messages=[message])]}).requests
+    assert request.messages == [message]
+
+
+@pytest.mark.parametrize(
+    ("role", "part", "fault"),
+    [
+        ("system", {"type": "audio", "audio": "a"}, ": audio in a message of role 'system'; only a user's message can"),
+        ("assistant", {"image": "a"}, ": image in a message of role 'assistant'; only a user's message can hold it"),
+        ("user", {"type": "audio"}, ".audio must be a string, the path of a file, it is missing"),
+        ("user", {"type": "image", "image": ["a"]}, r".image must be a string, the path of a file, it is \['a'\]"),
+        ("user", {"type": "image", "image": ""}, ".image is empty; give the path of a file"),
+        ("user", {"type": "image", "image": "a", "max_pixels": 0}, ".max_pixels is 0, it must be at least 1"),
+        ("user", {"type": "image", "image": "a", "maxpixels": 1}, ".maxpixels is no known key; did you mean 'max_pix"),
+        ("user", {"type": "audio", "audio": "a", "max_pixels": 9}, ".max_pixels is no known key"),
+        ("user", {"type": "picture", "picture": "a"}, ".type is 'picture'; .* parts are of type 'text', 'audio' or"),
+    ],
+)
+def test_parts_that_are_none(role: str, part: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=rf"in.json: requests\[0\].messages\[0\].content\[0\]{fault}"):
+        chats({"requests": [ask(messages=[{"role": role, "content": [part]}])]})
+
+
+def test_texts_that_are_spoken_hold_no_media() -> None:
+    message = {"role": "assistant", "content": [{"type": "audio", "audio": "a.wav"}]}
+    with pytest.raises(ConfigError, match="type is 'audio'; only parts of type 'text' can be spoken"):
+        parse({"messages": [message]})
 
 
 def test_options_by_keyword() -> None:
@@ -501,3 +534,13 @@ def test_a_file_of_conversations_is_read(tmp_path: Path) -> None:
     assert read_chat_file(path).requests[0].messages == ask()["messages"]
     with pytest.raises(ConfigError, match="there is no such file"):
         read_chat_file(tmp_path / "none.json")
+
+
+def test_how_answers_are_streamed() -> None:
+    for given, expected in (
+        (None, StreamOptions(enable=False, codec_chunk_frames=10, talker_prefill_threshold=4)),
+        ({"enable": True, "codec_chunk_frames": None}, StreamOptions(enable=True)),
+        ({"enable": False, "codec_chunk_frames": 2, "talker_prefill_threshold": 1},
+         StreamOptions(enable=False, codec_chunk_frames=2, talker_prefill_threshold=1)),
+    ):  # fmt: skip
+        assert parse_chats({"requests": [ask()], "streaming": given}, "input.json").streaming == expected

@@ -25,7 +25,7 @@ from trt_cpspec.config import DecoderSpec, Section
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.runtime import PlanRecord, Runtime, open_runtime
-from trt_cpspec.session import DecoderSession, GraphSession
+from trt_cpspec.session import DecoderSession, GraphSession, PassExtras
 from trt_cpspec.trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
 
 HIDDEN, KV_HEADS, HEAD_DIM = 6, 2, 4
@@ -247,6 +247,80 @@ class FakeCodec(FakeEngine):
         waveform[:, 0] = np.repeat(codes.sum(axis=1), 2, axis=1)
 
 
+class FakeCarryingCodec(FakeCodec):
+    """The sum goes on from frame to frame and from call to call: ``past_tail_0`` is what came to so far."""
+
+    STATE = ("past_tail_0", "present_tail_0")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profiles[0] |= {"position": ((1,),) * 3, "past_tail_0": ((1, 1, 2),) * 3}
+        self.names = ["codes", "position", *self.STATE, "waveform"]
+        self.positions: list[int] = []
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name == "position" else super().get_tensor_dtype(name)
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1, 1, 2) if name in self.STATE else (-1,)
+
+    def work(self, context: FakeContext) -> None:
+        super().work(context)
+        assert context.shapes["past_tail_0"] == (1, 1, 2)
+        past, present = (at(context.addresses[name], (1, 1, 2), np.float32) for name in self.STATE)
+        assert context.addresses["past_tail_0"] != context.addresses["present_tail_0"]
+        self.positions.append(int(at(context.addresses["position"], (1,), np.int32)[0]))
+        waveform = at(context.addresses["waveform"], context.get_tensor_shape("waveform"), np.float32)
+        waveform[0, 0] = waveform[0, 0].cumsum() + past[0, 0, 0]
+        present[...] = waveform[0, 0, -1]
+
+
+class FakeSight(FakeEngine):
+    """A decoder that sees: ``hidden = embeds + rotary . (1, 10, 100)``; accepted are the embeds and both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for profile in self.profiles:
+            low, best, high = profile["inputs_embeds"]
+            for name, width in (("rotary_positions", 3), ("deepstack_embeds", 2 * HIDDEN)):
+                profile[name] = tuple((*shape[:2], width) for shape in (low, best, high))
+        self.names += ["rotary_positions", "deepstack_embeds", "accept_hidden_states"]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name in ("positions", "rotary_positions") else "float32"
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1, -1, 3 if name == "rotary_positions" else 2 * HIDDEN)
+
+    def work(self, context: FakeContext) -> None:
+        shape, found = context.shapes["inputs_embeds"], context.addresses
+        embeds = at(found["inputs_embeds"], shape, np.float32)
+        rotary = at(found["rotary_positions"], context.shapes["rotary_positions"], np.int32)
+        stack = at(found["deepstack_embeds"], context.shapes["deepstack_embeds"], np.float32)
+        at(found["hidden_states"], shape, np.float32)[:] = embeds + (rotary @ [1, 10, 100])[..., None]
+        at(found["accept_hidden_states"], shape, np.float32)[:] = embeds + stack[..., :HIDDEN] + stack[..., HIDDEN:]
+
+
+class FakeEncoder(FakeCodec):
+    """``whole`` is a plus twice b, ``half`` is a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.profiles = [dict.fromkeys("ab", ((1, 2), (2, 2), (4, 2)))]
+        self.names = ["a", "b", "whole", "half"]
+
+    def get_tensor_dtype(self, name: str) -> str:
+        return "int32" if name == "b" else "float32"
+
+    def output_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {"whole": shapes["a"], "half": shapes["a"]}
+
+    def work(self, context: FakeContext) -> None:
+        shape, kinds = context.shapes["a"], {"a": np.float32, "b": np.int32, "whole": np.float32, "half": np.float32}
+        a, b, whole, half = (at(context.addresses[name], shape, kind) for name, kind in kinds.items())
+        whole[:], half[:] = a + 2 * b, a
+
+
 class ILogger:
     INTERNAL_ERROR, ERROR, WARNING = range(3)
 
@@ -395,6 +469,15 @@ def test_a_plan_that_its_sidecar_describes_is_opened(opened: Callable[..., Any])
     assert opened(sidecar_of(flavour="tensorrt_rtx")).plan.binding.__name__ == "tensorrt_rtx"
     assert opened(sidecar_of(compute_capabilities=["8.6", "9.0"])).max_positions() == 8
     assert opened(sidecar_of(flavour="tensorrt_rtx", compute_capabilities=[])).max_positions() == 8  # its default set
+
+
+def test_any_thread_may_open_a_plan(opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that first needs an encoder opens it: it makes the device its own before it calls TensorRT."""
+    calls: list[str] = []
+    monkeypatch.setattr(FakeDevice, "make_current", lambda self: calls.append("device"))
+    monkeypatch.setattr("trt_cpspec.runtime.Plan", lambda *given: (calls.append("plan"), Plan(*given))[1])
+    opened(sidecar_of())
+    assert calls == ["device", "plan"]
 
 
 ONNX = b"\x08\x08\x12\x07pytorch:\xb5X\n7"
@@ -886,6 +969,47 @@ def test_a_narrow_plan_switches_speculation_off_and_says_how_to_widen_it(
 # ---- the codec's session --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("length", [1, 5, 12, 44])
+def test_a_decoder_that_sees_is_fed_three_axes_and_deepstack_features(length: int, tmp_path: Path) -> None:
+    """In passes that are captured, in longer ones, and in parts; nothing of an image stays for the text behind it."""
+    session, device = session_of(tmp_path, FakeSight())
+    rng = np.random.default_rng(length)
+    shape = (2, length, HIDDEN)
+    embeds = rng.integers(-9, 9, shape).astype(np.float32)
+    positions = np.arange(length)[None].repeat(2, axis=0)
+    rotary, stack = rng.integers(0, 9, (2, length, 3)), rng.integers(-9, 9, (2, length, 12)).astype(np.float32)
+    session.start(2, 100)
+    for _ in range(3):  # the third pass of a short length is a captured one
+        accepted = np.zeros(shape, np.float32)
+        extras = PassExtras(rotary=rotary, deepstack=stack, accepted=accepted)
+        found = session.forward(embeds, positions, extras)
+        np.testing.assert_array_equal(found, embeds + (rotary @ [1, 10, 100])[..., None])
+        np.testing.assert_array_equal(accepted, embeds + stack[..., :HIDDEN] + stack[..., HIDDEN:])
+        np.testing.assert_array_equal(session.forward(embeds, positions), embeds + 111 * positions[..., None])
+        session.forward(embeds, positions, PassExtras(accepted=accepted))
+        np.testing.assert_array_equal(accepted, embeds)
+    assert (device.captured > 0) == (length <= 8)
+
+
+def test_a_decoder_that_does_not_see_takes_no_image(tmp_path: Path) -> None:
+    session, _ = session_of(tmp_path, FakeEngine())
+    session.start(1, 2)
+    extras = PassExtras(rotary=np.zeros((1, 1, 3), np.int64))
+    with pytest.raises(EngineError, match=r"llm.engine has no rotary_positions: it was built without the vision encod"):
+        session.forward(np.zeros((1, 1, HIDDEN), np.float32), np.zeros((1, 1), np.int64), extras)
+
+
+def test_a_graph_without_state_may_have_several_tensors(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    session = TensorRTGraphSession(plan_of(tmp_path, FakeEncoder()), device, ("a", "b", "whole", "half"))
+    a, b = np.ones((3, 2), np.float32), np.arange(6).reshape(3, 2)
+    found = session.run({"a": a, "b": b})
+    np.testing.assert_array_equal(found["whole"], a + 2 * b)
+    np.testing.assert_array_equal(found["half"], a)
+    with pytest.raises(EngineError, match=r"a of shape \[5, 2\] is outside the profile's"):
+        session.run({"a": np.ones((5, 2), np.float32), "b": np.ones((5, 2), np.int64)})
+
+
 def codec_of(folder: Path) -> TensorRTGraphSession:
     device: Any = FakeDevice()
     return TensorRTGraphSession(plan_of(folder, FakeCodec()), device)
@@ -898,6 +1022,36 @@ def test_a_graph_without_state_runs(tmp_path: Path) -> None:
         found = session.run({"codes": codes})
         assert found.keys() == {"waveform"}
         np.testing.assert_array_equal(found["waveform"][0, 0], np.repeat(codes[0].sum(axis=0), 2))
+
+
+def test_a_graph_carries_its_state_on_the_device(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    engine = FakeCarryingCodec()
+    session = TensorRTGraphSession(plan_of(tmp_path, engine), device)
+    assert session.carries_state
+    assert not codec_of(tmp_path).carries_state
+    codes = np.arange(27).reshape(1, 3, 9)
+    whole = session.begin().run({"codes": codes, "position": np.zeros(1, np.int32)})["waveform"]
+    np.testing.assert_array_equal(whole[0, 0], np.repeat(codes[0].sum(axis=0), 2).cumsum())
+    for size in (1, 2, 4):
+        calls, other = session.begin(), session.begin()
+        found = []
+        for start in range(0, 9, size):
+            feeds = {"codes": codes[:, :, start : start + size], "position": np.array([start], np.int32)}
+            outputs = calls.run(feeds)
+            assert outputs.keys() == {"waveform"}
+            found.append(outputs["waveform"])
+            other.run(feeds | {"codes": feeds["codes"] * 3})  # a stream beside it does not disturb it
+        np.testing.assert_array_equal(np.concatenate(found, axis=2), whole)
+    assert engine.positions == [0, *np.repeat(np.arange(9), 2), 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 0, 0, 4, 4, 8, 8]
+
+
+def test_a_graph_that_carries_half_a_state_is_not_opened(tmp_path: Path) -> None:
+    device: Any = FakeDevice()
+    engine = FakeCarryingCodec()
+    engine.names.remove("present_tail_0")
+    with pytest.raises(EngineError, match=r"missing \['present_tail_0'\], unknown none; build it again"):
+        TensorRTGraphSession(plan_of(tmp_path, engine), device)
 
 
 def test_a_graph_names_what_it_cannot_take(tmp_path: Path) -> None:

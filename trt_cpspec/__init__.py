@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from .omni import Qwen3Omni, Reply
     from .pipeline import Qwen3TTS, Speech
     from .predictor import CodePredictor
+    from .streaming import AudioStream
 
 __version__ = "0.1.0"
 __all__ = [
+    "AudioStream",
     "CodePredictor",
     "ConfigError",
     "CpSpecError",
@@ -41,6 +43,7 @@ _MODULES = {
     "omni": ("Qwen3Omni", "Reply"),
     "pipeline": ("Qwen3TTS", "Speech"),
     "predictor": ("CodePredictor",),
+    "streaming": ("AudioStream",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

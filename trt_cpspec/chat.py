@@ -98,7 +98,7 @@ class ChatTokenizer:
         return text
 
     def _check_content(self, content: Any, what: str) -> None:
-        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
         check_unicode(text, what)
         check_no_special(self.encode(text), self._special, what)
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def reports_errors(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except KeyboardInterrupt:
-            click.echo("Interrupted: what was complete stays, nothing else was written.", err=True)
+            click.echo("Interrupted: files that were complete stay, no other was written.", err=True)
             raise SystemExit(EXIT_INTERRUPTED) from None
         except (CpSpecError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
@@ -199,7 +199,7 @@ def run_options(files: str) -> Callable[[F], F]:
             "batch_size",
             metavar="N",
             type=click.IntRange(min=1),
-            help="Requests spoken at once. [default: the input file's, or 1]",
+            help="Requests spoken at once; streams are spoken one by one. [default: the input file's, or 1]",
         ),
         click.option(
             "--cpSpecVerifySize",
@@ -281,8 +281,16 @@ def run_options(files: str) -> Callable[[F], F]:
 )
 @run_options("audio_req{N}.wav and rvq_req{N}.safetensors of request N")
 @refused("--cloneEncoderDir", "voice clone needs the clone encoders, which are not supported yet")
-@refused("--streaming", "audio is written when it is complete; streaming is not supported yet", is_flag=True)
-@refused("--chunkFrames", "it belongs to --streaming, which is not supported yet")
+@click.option(
+    "--streaming", is_flag=True, help="Write the sound of each request while it is made, in chunks of --chunkFrames."
+)
+@click.option(
+    "--chunkFrames",
+    "chunk_frames",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="With --streaming: frames of a chunk, of 80 ms.",
+)
 @reports_errors
 def tts(**options: Any) -> None:
     """Speak texts with the engines that cpspec-build made of a Qwen3-TTS checkpoint.
@@ -290,6 +298,7 @@ def tts(**options: Any) -> None:
     \b
     For example:
       ENG "Hello there." -o hello.wav
+      ENG "Hello there." --streaming --chunkFrames 5 -o - | ffplay -
       --talkerEngineDir ENG/talker --text "Hello there." --cpSpecVerifySize 3
       --talkerEngineDir ENG/talker --inputFile input.json --outputFile output.json
 
@@ -302,12 +311,15 @@ def tts(**options: Any) -> None:
     requests = _read_requests(options)
     _check_wav(options, requests)
     _check_files(options)
+    if options["streaming"] != (options["chunk_frames"] is not None):
+        raise ConfigError("--streaming and --chunkFrames N go together: a chunk of N frames is written when it is made")
     model = _open_tts(options)
 
     def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
         return outputs.write_response(options["audio_dir"], index, *parts, wav=options["wav_file"])
 
-    _report(_run(model, requests, write, check_time, options), options)
+    how = {"chunk_frames": options["chunk_frames"]} if options["streaming"] else None
+    _report(_run(model, requests, write, check_time, options, streaming=how), options)
 
 
 def _resolve_arguments(options: dict[str, Any]) -> None:
@@ -383,17 +395,21 @@ def _run(
     write: Callable[..., dict[str, Any]],
     check_time: Callable[[], None],
     options: dict[str, Any],
+    *,
+    streaming: dict[str, int] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Check every request, then run them batch by batch; return responses and profile.
 
     ``write(index, batch_size, request, prepared, result)`` writes the files of a request and returns its response.
+    With ``streaming``, what a stream is made with, the requests run one by one, and keep the names of their batches.
     """
     batch_size = options["batch_size"] or requests.batch_size
     if batch_size > model.max_batch_size:
         raise ConfigError(f"a batch size of {batch_size} exceeds the engine's max_batch_size {model.max_batch_size}")
     prepared = _prepared(model, requests, options)
     mode: Mode = options["mode"]
-    verify_size, auto = _chosen_verify_size(model, min(batch_size, len(prepared)), options)
+    at_once = min(batch_size, len(prepared)) if streaming is None else 1
+    verify_size, auto = _chosen_verify_size(model, at_once, options)
     window = model.window(verify_size)
     responses: list[dict[str, Any]] = []
     frames = 0
@@ -407,7 +423,12 @@ def _run(
 
         for start in range(0, len(prepared), batch_size):
             batch = prepared[start : start + batch_size]
-            results = _run_batch(model, batch, check_time, window=window, mode=mode, progress=count)
+            how = {"window": window, "mode": mode, "progress": count}
+            results: Iterable[Any] = (
+                _run_batch(model, batch, check_time, **how)
+                if streaming is None
+                else (_stream(model, request, check_time, **how, **streaming) for request in batch)
+            )
             for index, result in enumerate(results, start):
                 response = write(index, batch_size, requests.requests[index], prepared[index], result)
                 responses.append(response)
@@ -470,6 +491,14 @@ def _run_batch(
     return model.run_batch(batch, **how)
 
 
+def _stream(model: Qwen3TTS | Qwen3Omni, request: Any, check_time: Callable[[], None], **how: Any) -> Any:
+    try:
+        check_time()
+    except EngineError as error:
+        return error
+    return model.stream(request, **how)
+
+
 def _report(outcome: tuple[list[dict[str, Any]], dict[str, Any]], options: dict[str, Any]) -> None:
     """Write and print what a run gave, and exit with 1 when a request failed."""
     responses, profile = outcome
@@ -525,7 +554,8 @@ def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[s
     "--multimodalEngineDir",
     "multimodal_dir",
     type=PathOption,
-    help="Holds code2wav. [default: multimodal beside the Talker's folder]",
+    help="Holds code2wav, and the encoders audio and visual. [default: multimodal beside the Talker's folder for "
+    "code2wav, beside the Thinker's for the encoders]",
 )
 @click.option("--enableAudioOutput", "audio", is_flag=True, help="Speak the answers; needs --talkerEngineDir.")
 @click.option(
@@ -557,10 +587,19 @@ def _profile(profile: dict[str, Any], responses: list[dict[str, Any]]) -> dict[s
     help="Tokens of an answer. [default: each request's, or 256]",
 )
 @run_options("audio_req{I}_batch{B}.wav and rvq_req{I}_batch{B}.safetensors of place B in batch I")
-@refused(
+@click.option(
     "--enableThinkerTalkerStreaming",
-    "audio is written when it is complete; streaming is not supported yet",
+    "streaming",
     is_flag=True,
+    help="Speak each answer while it is being written, and write the sound while it is made; implies "
+    "--enableAudioOutput. An input file has the same under 'streaming'.",
+)
+@click.option(
+    "--chunkFrames",
+    "chunk_frames",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Of a stream: frames of a chunk, of 80 ms. [default: the input file's codec_chunk_frames, or 10]",
 )
 @refused(
     "--specDecode",
@@ -582,8 +621,10 @@ def llm(**options: Any) -> None:
     """
     check_time = _time_check(options["time_limit"])
     set_up_logging(options["debug"])
+    options["audio"] = options["audio"] or options["streaming"]
     _check_audio_options(options)
     requests = _read_chats(options)
+    streaming = _answer_streaming(requests, options)
     if options["audio"]:
         outputs.check_folder(options["audio_dir"])
     _check_files(options)
@@ -592,7 +633,23 @@ def llm(**options: Any) -> None:
     def write(index: int, batch_size: int, *parts: Any) -> dict[str, Any]:
         return outputs.write_reply(options["audio_dir"], divmod(index, batch_size), *parts)
 
-    _report(_run(model, requests, write, check_time, options), options)
+    _report(_run(model, requests, write, check_time, options, streaming=streaming), options)
+
+
+def _answer_streaming(requests: RequestFile[ChatRequest], options: dict[str, Any]) -> dict[str, int] | None:
+    """Return what streams are made with; None where nothing is streamed. A flag goes before the input file."""
+    given, chunk_frames = requests.streaming, options["chunk_frames"]
+    if not (options["streaming"] or given.enable):
+        if chunk_frames is not None:
+            raise ConfigError("--chunkFrames belongs to --enableThinkerTalkerStreaming")
+        return None
+    if not options["audio"]:
+        logger.warning("ignored, as nothing is spoken without --enableAudioOutput: streaming")
+        return None
+    return {
+        "chunk_frames": given.codec_chunk_frames if chunk_frames is None else chunk_frames,
+        "prefill_threshold": given.talker_prefill_threshold,
+    }
 
 
 def _check_audio_options(options: dict[str, Any]) -> None:
@@ -601,7 +658,8 @@ def _check_audio_options(options: dict[str, Any]) -> None:
         if options["talker_dir"] is None:
             likely = options["engine_dir"].parent / "talker"
             hint = f"; did you mean --talkerEngineDir {likely}?" if likely.is_dir() else ""
-            raise ConfigError(f"--enableAudioOutput needs --talkerEngineDir{hint}")
+            flag = "--enableThinkerTalkerStreaming" if options["streaming"] else "--enableAudioOutput"
+            raise ConfigError(f"{flag} needs --talkerEngineDir{hint}")
         return
     flags = {"talker_dir": "--talkerEngineDir", "code2wav_dir": "--code2wavEngineDir", "speaker": "--speaker"}
     idle = [flag for name, flag in flags.items() if options[name] is not None]
@@ -638,6 +696,7 @@ def _open_omni(options: dict[str, Any]) -> Qwen3Omni:
         thinker_dir=options["engine_dir"],
         talker_dir=options["talker_dir"],
         code2wav_dir=options["code2wav_dir"] or (multimodal and multimodal / "code2wav"),
+        multimodal_dir=multimodal,
         tokenizer_dir=options["checkpoint_dir"],
         audio=options["audio"],
         **place_of(options),

@@ -1,9 +1,12 @@
-"""From residual codes to a waveform: the codec decoder (code2wav), in chunks as the reference runs it."""
+"""From residual codes to a waveform: the codec decoder (code2wav), in chunks as the reference runs it.
+
+An utterance may come whole or piece by piece: either way the graph's state is carried through a chunk of the reference
+and begins anew where the next one does, so the waveforms differ by no more than the order of a sum.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 
 from .config import Section
 from .errors import ConfigError, EngineError
-from .runtime import Runtime, StaticGraph
+from .runtime import CodecGraph, Runtime, StaticGraph
 
 OMNI_TYPE = "qwen3_omni_code2wav"
 MODEL_TYPES = ("qwen3_tts_code2wav", OMNI_TYPE)
@@ -40,8 +43,11 @@ class CodecConfig:
     is_omni : bool
         It is a Qwen3-Omni's, not a Qwen3-TTS's.
     samples_trimmed : int
-        Samples that a call is short of ``samples_per_frame`` a frame: the decoder of Qwen3-Omni trims its transposed
+        Samples that a chunk is short of ``samples_per_frame`` a frame: the decoder of Qwen3-Omni trims its transposed
         convolutions on both sides.
+    carries_state : bool
+        A call goes on where the one before it ended. A graph of an earlier builder does not; it decodes, and cannot
+        stream.
     """
 
     num_quantizers: int
@@ -51,6 +57,7 @@ class CodecConfig:
     max_code_len: int
     is_omni: bool = False
     samples_trimmed: int = 0
+    carries_state: bool = False
 
     @classmethod
     def from_section(cls, section: Section) -> CodecConfig:
@@ -71,6 +78,7 @@ class CodecConfig:
             max_code_len=section.section("builder_config").integer("max_code_len", minimum=1),
             is_omni=section.text("model_type") == OMNI_TYPE,
             samples_trimmed=section.integer("samples_trimmed", minimum=0) if section.has("samples_trimmed") else 0,
+            carries_state=section.boolean("carries_state") if section.has("carries_state") else False,
         )
 
 
@@ -79,12 +87,13 @@ class Code2Wav:
 
     Parameters
     ----------
-    graph : StaticGraph
-        ``codes [1, G, T] int32`` to ``waveform [1, 1, samples] float32``.
+    graph : CodecGraph
+        ``codes [1, G, T] int32``, and ``position [1] int32`` where it carries state, to ``waveform [1, 1, samples]
+        float32``.
     config : CodecConfig
     """
 
-    def __init__(self, graph: StaticGraph, config: CodecConfig) -> None:
+    def __init__(self, graph: CodecGraph, config: CodecConfig) -> None:
         self._graph = graph
         self.config = config
 
@@ -106,7 +115,13 @@ class Code2Wav:
             The graph is missing or cannot be loaded.
         """
         config = CodecConfig.from_section(Section.from_file(folder / "config.json"))
-        return cls((runtime or Runtime()).graph(folder), config)
+        graph = (runtime or Runtime()).graph(folder)
+        if graph.carries_state != config.carries_state:
+            raise EngineError(
+                f"{folder}: the graph and config.json are of different builds (carries_state); build it again with "
+                f"cpspec-build"
+            )
+        return cls(graph, config)
 
     @property
     def sample_rate(self) -> int:
@@ -148,22 +163,57 @@ class Code2Wav:
         EngineError
             The graph returned something that is not finite, or not of the promised shape.
         """
-        frames = self._checked(codes)
-        self._check_chunk(chunk, left_context)
-        rate = self.samples_per_frame
-        waveform = np.empty(len(frames) * rate, np.float32)
-        written = 0
-        for start, stop, context in chunk_spans(len(frames), chunk, left_context):
-            samples = self._decode_once(frames[start - context : stop])[context * rate :]
-            np.clip(samples, -1, 1, out=waveform[written : written + len(samples)])
-            written += len(samples)
-        return waveform[:written]
+        return CodecStream(self, chunk, left_context).push(codes)
 
-    def _decode_once(self, frames: NDArray[np.int32]) -> NDArray[np.float32]:
-        """One call of the graph: ``[T, G] int32 -> [T * samples_per_frame - samples_trimmed] f32``, not clipped."""
-        outputs = self._graph.run({"codes": np.ascontiguousarray(frames.T[None])})
-        waveform = outputs["waveform"]
-        expected = (1, 1, len(frames) * self.samples_per_frame - self.config.samples_trimmed)
+    def stream(self, *, chunk: int = CHUNK_FRAMES, left_context: int = LEFT_CONTEXT_FRAMES) -> CodecStream:
+        """Begin an utterance whose codes come piece by piece; what comes out is what :meth:`decode` gives of them all.
+
+        Parameters
+        ----------
+        chunk, left_context : int
+            As of :meth:`decode`. They are no matter of the pieces, which may have any length.
+
+        Raises
+        ------
+        ConfigError
+            A chunk and its context exceed what the graph takes.
+        EngineError
+            The graph was built before it could carry its state.
+        """
+        if not self.config.carries_state:
+            raise EngineError(
+                "this codec cannot stream: its graph was built before streaming and forgets each call; build the "
+                "engine folder again with cpspec-build --checkpointDir CKPT --engineDir ENG"
+            )
+        return CodecStream(self, chunk, left_context)
+
+    def begin(self) -> StaticGraph:
+        """Return what runs the calls of one chunk, from its first frame on."""
+        return self._graph.begin() if self.config.carries_state else self._graph
+
+    def call(self, graph: StaticGraph, frames: NDArray[np.int32], position: int) -> NDArray[np.float32]:
+        """Run the graph once.
+
+        Parameters
+        ----------
+        graph : StaticGraph
+            From :meth:`begin`.
+        frames : ndarray, shape [T, G], int32
+        position : int
+            Frames that it was given before.
+
+        Returns
+        -------
+        ndarray, float32
+            ``T * samples_per_frame`` samples, at position 0 ``samples_trimmed`` fewer. Not clipped.
+        """
+        feeds: dict[str, NDArray[Any]] = {"codes": np.ascontiguousarray(frames.T[None])}
+        lost, rate = self.config.samples_trimmed, self.samples_per_frame
+        expected = (1, 1, len(frames) * rate - lost)
+        if self.config.carries_state:
+            feeds["position"] = np.array([position], np.int32)
+            expected = (1, 1, len(frames) * rate)
+        waveform = graph.run(feeds)["waveform"]
         if waveform.shape != expected:
             raise EngineError(
                 f"the codec graph returned a waveform of shape {list(waveform.shape)} for {len(frames)} frame(s), "
@@ -173,13 +223,14 @@ class Code2Wav:
         samples: NDArray[np.float32] = waveform[0, 0]
         finite = np.isfinite(samples)
         if not finite.all():
-            first = int(np.argmin(finite)) // self.samples_per_frame
+            first = position + int(np.argmin(finite)) // rate
             raise EngineError(
                 f"the codec graph returned a waveform that is not finite, first in frame {first} of a chunk"
             )
-        return samples
+        return samples[lost:] if self.config.carries_state and not position else samples
 
-    def _checked(self, codes: NDArray[Any]) -> NDArray[np.int32]:
+    def checked(self, codes: NDArray[Any], *, first: int = 0) -> NDArray[np.int32]:
+        """Return codes as int32, or raise the ConfigError of :meth:`decode`; ``first`` is the number of the first."""
         groups, size = self.config.num_quantizers, self.config.codebook_size
         array = np.asarray(codes)
         if array.ndim != 2 or array.shape[1] != groups or not np.issubdtype(array.dtype, np.integer):
@@ -191,11 +242,13 @@ class Code2Wav:
         if len(bad):
             frame, depth = bad[0]
             raise ConfigError(
-                f"code {array[frame, depth]} at frame {frame}, depth {depth} is outside the codebook, [0, {size})"
+                f"code {array[frame, depth]} at frame {first + frame}, depth {depth} is outside the codebook, "
+                f"[0, {size})"
             )
         return array.astype(np.int32)
 
-    def _check_chunk(self, chunk: int, left_context: int) -> None:
+    def check_chunk(self, chunk: int, left_context: int) -> None:
+        """Refuse a chunk and a context that the graph cannot take together (see :meth:`decode`)."""
         longest = self.config.max_code_len
         if chunk < 1 or left_context < 0 or chunk + left_context > longest:
             raise ConfigError(
@@ -204,7 +257,67 @@ class Code2Wav:
             )
 
 
-def chunk_spans(frames: int, chunk: int, left_context: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(start, stop, context)`` of each chunk: frames ``[start, stop)``, decoded from ``start - context`` on."""
-    for start in range(0, frames, chunk):
-        yield start, min(start + chunk, frames), min(left_context, start)
+class CodecStream:
+    """The decoding of one utterance, whose codes come piece by piece. Make one with :meth:`Code2Wav.stream`.
+
+    Parameters
+    ----------
+    codec : Code2Wav
+    chunk, left_context : int
+        Frames; see :meth:`Code2Wav.decode`.
+    """
+
+    def __init__(self, codec: Code2Wav, chunk: int, left_context: int) -> None:
+        codec.check_chunk(chunk, left_context)
+        self._codec, self._chunk, self._left_context = codec, chunk, left_context
+        self._recent = np.zeros((0, codec.config.num_quantizers), np.int32)
+        self._graph: StaticGraph | None = None
+        self._position = 0
+        self.frames = 0
+
+    def push(self, codes: NDArray[Any]) -> NDArray[np.float32]:
+        """Decode the next frames.
+
+        Parameters
+        ----------
+        codes : ndarray, shape [F, G], any integer dtype
+
+        Returns
+        -------
+        ndarray, float32
+            Clipped to [-1, 1]; ``F * samples_per_frame`` samples, and ``samples_trimmed`` fewer for each chunk that
+            begins among them.
+
+        Raises
+        ------
+        ConfigError, EngineError
+            As of :meth:`Code2Wav.decode`.
+        """
+        frames, rate = self._codec.checked(codes, first=self.frames), self._codec.samples_per_frame
+        waveform = np.empty(len(frames) * rate, np.float32)
+        written = 0
+        while len(frames):
+            at = self.frames % self._chunk
+            part, frames = np.split(frames, [self._chunk - at])
+            samples = self._decoded(part, begins=at == 0)
+            np.clip(samples, -1, 1, out=waveform[written : written + len(samples)])
+            written += len(samples)
+        return waveform[:written]
+
+    def close(self) -> None:
+        """Free the state; no frame can come any more."""
+        self._graph = None
+
+    def _decoded(self, part: NDArray[np.int32], *, begins: bool) -> NDArray[np.float32]:
+        """Decode frames of one chunk; the first ones of a chunk behind the frames before them."""
+        context = self._recent if begins else self._recent[:0]
+        if begins:
+            self._graph, self._position = self._codec.begin(), 0
+        assert self._graph is not None
+        given = np.concatenate([context, part])
+        samples = self._codec.call(self._graph, given, self._position)
+        self._position += len(given)
+        self.frames += len(part)
+        known = np.concatenate([self._recent, part])
+        self._recent = known[max(len(known) - self._left_context, 0) :]
+        return samples[len(context) * self._codec.samples_per_frame :]

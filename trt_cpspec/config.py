@@ -452,6 +452,14 @@ class RoleIds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaIds:
+    """Placeholder tokens: each stands for one row of a clip or an image."""
+
+    audio_token_id: int
+    image_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkerSpec:
     """A Thinker engine, as its ``config.json`` describes it.
 
@@ -461,12 +469,17 @@ class ThinkerSpec:
     eos_token_ids : frozenset of int
         Each of them ends an answer.
     roles : RoleIds
+    media : MediaIds
+    num_deepstack_features : int or None
+        Layers that take features of images; None is a Thinker that takes no image.
     limits : EngineLimits
     """
 
     decoder: DecoderSpec
     eos_token_ids: frozenset[int]
     roles: RoleIds
+    media: MediaIds
+    num_deepstack_features: int | None
     limits: EngineLimits
 
     @classmethod
@@ -483,6 +496,10 @@ class ThinkerSpec:
                 section.integers("eos_token_id") if several else [section.integer("eos_token_id", minimum=0)]
             ),
             roles=RoleIds(**{item.name: section.integer(item.name, minimum=0) for item in fields(RoleIds)}),
+            media=MediaIds(**{item.name: section.integer(item.name, minimum=0) for item in fields(MediaIds)}),
+            num_deepstack_features=(
+                section.integer("num_deepstack_features", minimum=0) if section.has("rotary_axes") else None
+            ),
             limits=EngineLimits.from_section(section.section("builder_config")),
         )
 

@@ -11,11 +11,14 @@ from .errors import ConfigError
 from .tensorfile import TensorFile
 
 _GRAPH = "model.onnx"
-_PLANS = ("llm.engine", "code2wav.engine")
+_PLANS = ("llm.engine", "code2wav.engine", "audio_encoder.engine", "visual.engine")
 _HEADS = "lm_heads.safetensors"
 _TTS = ("talker", "code_predictor", "code2wav")
 _OMNI = ("thinker", "talker", "code_predictor", "multimodal/code2wav")
-_LIMITS = ("max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len")
+_LIMITS = (
+    "max_input_len", "max_batch_size", "max_kv_cache_capacity", "min_code_len", "opt_code_len", "max_code_len",
+    "max_windows", "max_patches",
+)  # fmt: skip
 _CHECKPOINT = "a checkpoint, no engine; build it with cpspec-build"
 _KINDS = {"thinker": "thinker", "talker": "talker", "code2wav": "codec decoder"}
 _PLACES = {"thinker": "thinker", "talker": "talker", "code2wav": "multimodal/code2wav"}
@@ -125,6 +128,8 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
     }
     if description["kind"] == "code predictor":
         description["verify"] = _verify(folder, limits, found)
+    if description["kind"] == "codec decoder":
+        description["streaming"] = section.values.get("carries_state") is True
     if description["kind"] == "talker":
         description["speakers"] = list(_object(section, "speaker_id"))
         description["languages"] = [name for name in _object(section, "codec_language_id") if "dialect" not in name]
@@ -195,6 +200,8 @@ def _format_one(entry: dict[str, Any]) -> str:
     for key in ("speakers", "languages"):
         if entry.get(key):
             facts[key] = ", ".join(entry[key])
+    if "streaming" in entry:
+        facts["streaming"] = "yes" if entry["streaming"] else "no: built before streaming, build it again to have it"
     verify = entry.get("verify")
     if verify is not None:
         if verify["codebook_size"] is not None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from .errors import ConfigError, CpSpecError, SpeechError
+from .errors import ConfigError, CpSpecError, EngineError, SpeechError
 from .guards import check_waveform
 from .requests import ChatRequest, Request
+from .streaming import AudioStream
+from .wavstream import WavStream, pcm16
 
 if TYPE_CHECKING:  # the pipeline loads ONNX Runtime, which can wait until the input is known to be good
     from .omni import PreparedChat, Reply
     from .pipeline import PreparedRequest, Speech
+
+R = TypeVar("R")
 
 FAILED = "FAILED"
 """``output_text`` of a request that failed."""
@@ -119,8 +124,7 @@ def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
     """Return the bytes of a mono PCM16 wav (see :func:`write_wav`)."""
     check_waveform(waveform)
     buffer = io.BytesIO()  # Python writes the file, so that a full disk is an OSError
-    samples = np.rint(waveform * 32767).astype(np.int16)
-    soundfile.write(buffer, samples, sample_rate, subtype="PCM_16", format="WAV")
+    soundfile.write(buffer, pcm16(waveform), sample_rate, subtype="PCM_16", format="WAV")
     return buffer.getvalue()
 
 
@@ -129,7 +133,7 @@ def write_response(
     index: int,
     request: Request,
     prepared: PreparedRequest,
-    result: Speech | CpSpecError,
+    result: Speech | AudioStream[Speech] | CpSpecError,
     *,
     wav: Path | None = None,
 ) -> dict[str, Any]:
@@ -144,28 +148,40 @@ def write_response(
     index : int
     request : Request
     prepared : PreparedRequest
-    result : Speech, or the error that ended the request
+    result : Speech, a stream of it, or the error that ended the request
+        A stream is written while it is made: into ``.NAME.partial``, which takes the place of the wav when all is
+        there, or to standard output.
     wav : Path or None
         Receives the wav in place of the two files; ``STDOUT`` is standard output.
     """
     audio, codes = (wav, None) if wav is not None else _files(folder, f"req{index}")
+    speech: Speech | CpSpecError
+    if isinstance(result, AudioStream):
+        streamed = _streamed(audio, codes, result, _itself)
+        speech, outcome = streamed
+    else:
+        speech, outcome = result, _outcome(audio, codes, result)
     return {
         "request_idx": index,
         "output_text": "",
         "messages": request.messages,
-        **_outcome(audio, codes, result),
+        **outcome,
         "speaker": prepared.speaker,
         "language": prepared.language,
         "instruct": prepared.instruct,
         "non_streaming_mode": prepared.non_streaming_mode,
         "max_audio_length": prepared.max_frames,
         "sampling": prepared.sampling.as_dict(),
-        "warnings": list(prepared.warnings if isinstance(result, CpSpecError) else result.warnings),
+        "warnings": list(prepared.warnings if isinstance(speech, CpSpecError) else speech.warnings),
     }
 
 
 def write_reply(
-    folder: Path, place: tuple[int, int], request: ChatRequest, prepared: PreparedChat, result: Reply | CpSpecError
+    folder: Path,
+    place: tuple[int, int],
+    request: ChatRequest,
+    prepared: PreparedChat,
+    result: Reply | AudioStream[Reply] | CpSpecError,
 ) -> dict[str, Any]:
     """Write the files of one answer and return its response object; of a failure, see :func:`write_response`.
 
@@ -180,20 +196,27 @@ def write_reply(
         ``(idx, b)``: the number of the batch, and the place in it.
     request : ChatRequest
     prepared : PreparedChat
-    result : Reply, or the error that ended the request
+    result : Reply, a stream of it, or the error that ended the request
+        Of a stream see :func:`write_response`.
     """
     from .chat import system_prompt  # noqa: PLC0415  it loads jinja2, which only answers need
 
-    voice = prepared.voice
-    speech = result if isinstance(result, CpSpecError) else result.speech
-    sound = {} if speech is None else _outcome(*_files(folder, f"req{place[0]}_batch{place[1]}"), speech)
+    voice, files = prepared.voice, _files(folder, f"req{place[0]}_batch{place[1]}")
+    reply: Reply | CpSpecError
+    if isinstance(result, AudioStream):
+        streamed = _streamed(*files, result, _speech_of)
+        reply, sound = streamed
+        speech = reply if isinstance(reply, CpSpecError) else reply.speech
+    else:
+        reply, speech = result, result if isinstance(result, CpSpecError) else result.speech
+        sound = {} if speech is None else _outcome(*files, speech)
     if "finish_reason" in sound:
         sound["audio_finish_reason"] = sound.pop("finish_reason")
     text = {}
     if "error" in sound:
-        sound |= _left_of(result)
-    elif not isinstance(result, CpSpecError):
-        text = {"output_text": result.text, "finish_reason": result.finish_reason}
+        sound |= _left_of(reply)
+    elif not isinstance(reply, CpSpecError):
+        text = {"output_text": reply.text, "finish_reason": reply.finish_reason}
     spoken = None if isinstance(speech, CpSpecError) else speech
     return {
         "request_idx": place[0],
@@ -230,11 +253,15 @@ def _outcome(audio: Path, codes: Path | None, result: Speech | CpSpecError) -> d
             raise result
         return _write_speech(audio, codes, result)
     except (CpSpecError, OSError) as error:
-        for path in (audio, codes):
-            if path is not None and path != STDOUT:
-                with suppress(OSError):
-                    path.unlink()
-        return {"output_text": FAILED, "error": str(error)}
+        return _failed(audio, codes, error)
+
+
+def _failed(audio: Path, codes: Path | None, error: Exception) -> dict[str, Any]:
+    for path in (audio, codes):
+        if path is not None and path != STDOUT:
+            with suppress(OSError):
+                path.unlink()
+    return {"output_text": FAILED, "error": str(error)}
 
 
 def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, Any]:
@@ -248,13 +275,64 @@ def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, 
     else:
         with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
             partial_audio.write_bytes(data)
-            partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
+            partial_codes.write_bytes(_codes_bytes(speech))
+    return _facts(audio, codes, speech)
+
+
+def _itself(speech: Speech) -> Speech:
+    return speech
+
+
+def _speech_of(reply: Reply) -> Speech | None:
+    return reply.speech
+
+
+def _streamed(
+    audio: Path, codes: Path | None, stream: AudioStream[R], speech_of: Callable[[R], Speech | None]
+) -> tuple[R | CpSpecError, dict[str, Any]]:
+    """Write a stream while it is made, as :func:`_outcome` writes a speech; return its result, and what was written."""
+    result: R | None = None
+    try:
+        with ExitStack() as stack:
+            if audio == STDOUT:
+                sink = WavStream(sys.stdout.buffer, stream.sample_rate)
+            else:
+                partial = stack.enter_context(replacing(audio))
+                sink = WavStream(stack.enter_context(partial.open("wb")), stream.sample_rate)
+            partial_codes = stack.enter_context(replacing(codes)) if codes is not None else None
+            stack.enter_context(stream)
+            stack.push(lambda kind, error, trace: sink.discard() if kind is not None else None)
+            for samples in stream:
+                sink.write(samples)
+            result = stream.result
+            speech = speech_of(result)
+            assert speech is not None  # a stream has sound
+            if partial_codes is not None:
+                partial_codes.write_bytes(_codes_bytes(speech))
+            sink.finish()
+        return result, _facts(audio, codes, speech)
+    except (CpSpecError, OSError) as error:
+        if audio == STDOUT and isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # the player has gone, and nobody is left to speak to
+        ended = error if isinstance(error, CpSpecError) else EngineError(str(error))
+        return ended if result is None else result, _failed(audio, codes, error)
+
+
+def _codes_bytes(speech: Speech) -> bytes:
+    data: bytes = save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)})
+    return data
+
+
+def _facts(audio: Path, codes: Path | None, speech: Speech) -> dict[str, Any]:
+    """Return what the response says of a speech that was written."""
+    first_ms = speech.time_to_first_audio_ms
     return {
         "audio_file": str(audio),
         "audio_samples": len(speech.waveform),
         "audio_sample_rate": speech.sample_rate,
         "audio_duration_ms": speech.duration_ms,
         **({"rvq_file": str(codes)} if codes is not None else {}),
+        **({"time_to_first_audio_ms": first_ms} if first_ms is not None else {}),
         "finish_reason": speech.finish_reason,
         "cp_spec": speech.stats.as_dict(),
     }

@@ -6,8 +6,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -34,6 +36,7 @@ from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
 from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
+from .streaming import CHUNK_FRAMES, AudioStream, ChunkMaker, checked_chunk_frames, held
 from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
 
@@ -89,6 +92,8 @@ class Speech:
     language : str
     warnings : tuple of str
         What was asked and not done, and what is suspicious of the speech (see :mod:`~trt_cpspec.guards`).
+    time_to_first_audio_ms : float or None
+        Of a stream: the host's time from the beginning of the request's work to its first chunk. Else None.
     """
 
     waveform: Float32
@@ -101,6 +106,7 @@ class Speech:
     speaker: str | None
     language: str
     warnings: tuple[str, ...]
+    time_to_first_audio_ms: float | None = None
 
     @property
     def duration_ms(self) -> float:
@@ -136,19 +142,36 @@ class PreparedRequest(Utterance):
     non_streaming_mode: bool
 
 
+class TrailingText(Protocol):
+    """A text that is still being written while its beginning is spoken."""
+
+    def trailing_id(self, frame: int) -> int:
+        """Return the token that joins the Talker's input after a frame, once it is written."""
+        ...
+
+    def limited(self) -> Utterance:
+        """Return the utterance with the limits that follow from what is written so far."""
+        ...
+
+    def complete(self) -> None:
+        """Wait until all is written."""
+        ...
+
+
 @dataclass(slots=True)
 class StageTimes:
-    """Wall-clock milliseconds of each run of each stage."""
+    """Wall-clock milliseconds of each run of each stage, and of each stream to its first audio."""
 
     stages: dict[str, list[float]] = field(default_factory=dict)
+    first_audio_ms: list[float] = field(default_factory=list)
 
     def timed(self, stage: str, started: float) -> None:
         """Add a run that began at ``time.perf_counter() == started``."""
         self.stages.setdefault(stage, []).append(1000 * (time.perf_counter() - started))
 
     def as_profile(self) -> dict[str, Any]:
-        """Return the profile object: for each stage its runs and their wall-clock times."""
-        return {
+        """Return the profile object: for each stage its runs and their wall-clock times, and those of streams."""
+        profile: dict[str, Any] = {
             "stages": [
                 {
                     "stage_id": stage,
@@ -161,6 +184,11 @@ class StageTimes:
                 for stage, times in self.stages.items()
             ]
         }
+        if self.first_audio_ms:
+            count, total = len(self.first_audio_ms), sum(self.first_audio_ms)
+            extremes = {"min_ms": min(self.first_audio_ms), "max_ms": max(self.first_audio_ms)}
+            profile["time_to_first_audio"] = {"count": count, "average_ms": total / count, **extremes}
+        return profile
 
 
 class SpeechModel:
@@ -247,18 +275,107 @@ class SpeechModel:
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
         with self._busy:
             try:
-                self._generate(rows, window, mode, progress or (lambda frames: None))
+                for spoken in self._generate(rows, window, mode):
+                    if progress is not None:
+                        progress(spoken)
             except EngineError as error:  # nothing can be said of the rows that were still being spoken
                 for row in rows:
                     if row.finish_reason is None and row.error is None:
                         row.error = error
             return [self._finished(row) for row in rows]
 
-    def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode, progress: FrameProgress) -> None:
-        """Run Talker and CodePredictor until every row has an end or an error."""
+    def check_streaming(self, chunk_frames: int) -> None:
+        """Refuse chunks that cannot be made.
+
+        Raises
+        ------
+        ConfigError
+            ``chunk_frames`` is no number of at least 1.
+        EngineError
+            The codec's engine was built before streaming.
+        """
+        checked_chunk_frames(chunk_frames)
+        self.codec.stream()
+
+    def chunks(
+        self,
+        request: Utterance,
+        *,
+        window: Window,
+        mode: Mode,
+        chunk_frames: int,
+        progress: FrameProgress,
+        text: TrailingText | None = None,
+        started: float | None = None,
+    ) -> Generator[Float32, None, Speech]:
+        """Speak one utterance in chunks; :class:`~trt_cpspec.streaming.AudioStream` runs what this returns.
+
+        Parameters
+        ----------
+        request : Utterance
+        window : Window
+            From :meth:`CodePredictor.window`.
+        mode : {"rejection", "coupled"}
+        chunk_frames : int
+            Frames of a chunk, checked; the last one may be shorter.
+        progress : callable
+            Called with 1 behind each frame, and with 0 while the model is busy. What it raises ends the speech.
+        text : TrailingText or None
+            Where the text is still being written.
+        started : float or None
+            ``time.perf_counter()`` when the work on the request began; None is now.
+
+        Yields
+        ------
+        ndarray, shape [n], float32
+            The next samples, before the Talker's step that follows their last frame. Put together they are the
+            speech's waveform. A waveform that is constant is never given out.
+
+        Returns
+        -------
+        Speech
+
+        Raises
+        ------
+        NumericsError, EngineError
+            The speech failed, after none or some of its chunks.
+        """
+        with held(self._busy, lambda: progress(0)):
+            started = time.perf_counter() if started is None else started
+            row = _Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups), text=text)
+            first_audio_ms = None
+            # Closed here, by the thread that opened it: an error that is kept keeps what it passed through.
+            with closing(ChunkMaker(self.codec, chunk_frames, self.times.timed)) as maker:
+                for last in self._last(row, window, mode, progress):
+                    samples = maker.take(row.frames, last=last)
+                    if not len(samples):
+                        continue
+                    if first_audio_ms is None:
+                        first_audio_ms = 1000 * (time.perf_counter() - started)
+                        self.times.first_audio_ms.append(first_audio_ms)
+                    yield samples
+            if text is not None:
+                text.complete()
+                row.request = text.limited()
+            return self._speech(row, maker.waveform(), first_audio_ms)
+
+    def _last(self, row: _Row, window: Window, mode: Mode, progress: FrameProgress) -> Iterator[bool]:
+        """Generate one row; yield False behind each frame, and True behind the last one."""
+        for spoken in self._generate([row], window, mode):
+            progress(spoken)
+            yield False
+        if row.error is not None:
+            raise row.error
+        yield True
+
+    def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode) -> Iterator[int]:
+        """Run Talker and CodePredictor until every row has an end or an error.
+
+        Yields the number of rows that got a frame, before the Talker's next step.
+        """
         started = time.perf_counter()
         live = list(rows)
-        hidden = self.talker.prefill([self.talker.embed_prompt(row.request.prompt) for row in live])
+        hidden = self.talker.prefill_prompts([row.request.prompt for row in live])
         self.times.timed("talker_prefill", started)
         while live := self._sample_first_codes(live, hidden):
             kept = np.array([row.place for row in live])
@@ -266,13 +383,14 @@ class SpeechModel:
             live, embedded = self._decode_frame(live, hidden, window, mode)
             if not live:
                 return
+            yield len(live)
+            trailing = self._trailing(live)
             started = time.perf_counter()
             kept = kept[[row.place for row in live]]
             if len(kept) < len(self.talker):
                 self.talker.keep_rows(kept)
-            hidden = self.talker.step(embedded + self._trailing(live))
+            hidden = self.talker.step(embedded + trailing)
             self.times.timed("talker_generation", started)
-            progress(len(live))
 
     def _sample_first_codes(self, live: Sequence[_Row], hidden: Float32) -> list[_Row]:
         """Sample code 0 of each row and return the rows that go on; ``row.place`` is where they stood."""
@@ -327,15 +445,21 @@ class SpeechModel:
     def _finished(self, row: _Row) -> Speech | CpSpecError:
         if row.error is not None:
             return row.error
-        assert row.finish_reason is not None
-        codes = np.array(row.frames, np.int32).reshape(-1, self.talker.spec.num_code_groups)
         started = time.perf_counter()
         try:
-            waveform = self.codec.decode(codes)
+            waveform = self.codec.decode(self._codes(row))
             check_waveform(waveform)
         except CpSpecError as error:
             return error
         self.times.timed("code2wav", started)
+        return self._speech(row, waveform)
+
+    def _codes(self, row: _Row) -> NDArray[np.int32]:
+        return np.array(row.frames, np.int32).reshape(-1, self.talker.spec.num_code_groups)
+
+    def _speech(self, row: _Row, waveform: Float32, first_audio_ms: float | None = None) -> Speech:
+        assert row.finish_reason is not None
+        codes = self._codes(row)
         return Speech(
             waveform=waveform,
             sample_rate=self.codec.sample_rate,
@@ -353,6 +477,7 @@ class SpeechModel:
                 self.codec.sample_rate,
                 if_cut=row.request.if_cut if row.finish_reason == "length" else None,
             ),
+            time_to_first_audio_ms=first_audio_ms,
         )
 
 
@@ -469,6 +594,59 @@ class Qwen3TTS(SpeechModel):
         speeches = run_all(self, prepared, verify_size=verify_size, mode=mode, progress=progress)
         return speeches[0] if isinstance(text, str) else speeches
 
+    def synthesize_stream(
+        self,
+        text: str,
+        *,
+        chunk_frames: int = CHUNK_FRAMES,
+        verify_size: VerifySize = 0,
+        mode: Mode = "rejection",
+        progress: FrameProgress | None = None,
+        **options: Any,
+    ) -> AudioStream[Speech]:
+        """Speak a text in chunks that come as they are made.
+
+        Parameters
+        ----------
+        text : str
+        chunk_frames : int
+            Frames of a chunk, of 80 ms; the last one may be shorter.
+        verify_size, mode, progress, **options
+            As of :meth:`synthesize`. ``progress`` is called by a thread of the stream.
+
+        Returns
+        -------
+        AudioStream of Speech
+            The chunks put together are the waveform that :meth:`synthesize` gives.
+
+        Raises
+        ------
+        ConfigError
+            An option or a text that cannot be used; nothing has been computed then.
+        EngineError
+            The codec's engine was built before streaming.
+        """
+        if not isinstance(text, str):
+            raise ConfigError(f"text must be a string, one stream speaks one text; it is {text!r:.80}")
+        prepared = self.prepare(make_request(text, options))
+        return stream_one(
+            self, prepared, chunk_frames=chunk_frames, verify_size=verify_size, mode=mode, progress=progress
+        )
+
+    def stream(
+        self,
+        request: PreparedRequest,
+        *,
+        window: Window,
+        mode: Mode,
+        chunk_frames: int,
+        progress: FrameProgress | None = None,
+    ) -> AudioStream[Speech]:
+        """Speak a prepared request in chunks (see :meth:`synthesize_stream`, and :meth:`run_batch` for the rest)."""
+        self.check_streaming(chunk_frames)
+        chunks = partial(self.chunks, request, window=window, mode=mode, chunk_frames=chunk_frames)
+        return AudioStream(chunks, self.codec.sample_rate, progress)
+
     def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
         """Measure every window, once a mode and batch size, and choose (see :meth:`measure_verify_size`)."""
         return self.measure_verify_size(self.saying(), mode, batch)
@@ -546,6 +724,7 @@ class _Row:
     error: CpSpecError | None = None
     place: int = 0
     code0: int = 0
+    text: TrailingText | None = None
 
     def sample_first_code(self, talker: Talker, hidden: Float32) -> None:
         """Sample the next code 0; the end of speech, or one code beyond the last frame, finishes the row."""
@@ -564,6 +743,10 @@ class _Row:
     def trailing_id(self, spec: TalkerSpec) -> int:
         """Return the text token that joins the input after the last frame."""
         trailing, index = self.request.prompt.trailing_text_ids, len(self.frames) - 1
+        if self.text is not None:
+            token = self.text.trailing_id(index)
+            self.request = self.text.limited()
+            return token
         return int(trailing[index]) if index < len(trailing) else spec.ids.tts_pad_token_id
 
 
@@ -667,6 +850,12 @@ class BatchModel(Protocol[P, R_co]):
         """Run a batch; a request that fails is an exception in its place."""
         ...
 
+    def stream(
+        self, request: P, /, *, window: Window, mode: Mode, chunk_frames: int, progress: FrameProgress | None
+    ) -> AudioStream[R_co]:
+        """Run one request in chunks."""
+        ...
+
 
 def run_all(
     model: BatchModel[P, R],
@@ -688,3 +877,19 @@ def run_all(
                 raise result
             results.append(result)
     return results
+
+
+def stream_one(
+    model: BatchModel[P, R],
+    prepared: P,
+    *,
+    chunk_frames: int,
+    verify_size: VerifySize,
+    mode: Mode,
+    progress: FrameProgress | None,
+) -> AudioStream[R]:
+    """Run a prepared request in chunks."""
+    checked = checked_mode(mode)
+    chosen = model.fastest_verify_size(checked, batch=1)["verify_size"] if verify_size == AUTO else verify_size
+    window = model.window(chosen)
+    return model.stream(prepared, window=window, mode=checked, chunk_frames=chunk_frames, progress=progress)

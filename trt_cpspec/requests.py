@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .config import SamplingParams
 from .errors import ConfigError, did_you_mean
+from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD
 from .text import check_text, check_unicode
 
 ROLES = ("system", "user", "assistant")
@@ -107,9 +108,11 @@ _CHAT_OPTIONS: dict[str, Rule] = {
 }
 """The same for a chat."""
 
-_STREAMING_KEYS = ("enable", "codec_chunk_frames", "talker_prefill_threshold")
+_STREAMING: dict[str, Rule] = {"enable": _boolean, "codec_chunk_frames": _count, "talker_prefill_threshold": _count}
 _ONLY_TEXT_SPOKEN = "only parts of type 'text' can be spoken"
-_ONLY_TEXT_CHAT = "image, audio and video input is not supported yet, give parts of type 'text'"
+_NO_SUCH_PART = "video input is not supported, parts are of type 'text', 'audio' or 'image'"
+_PART_KEYS = {"text": ("text",), "audio": ("audio",), "image": ("image", "max_pixels")}
+"""The kinds of parts that a chat may hold, and their keys; the first names a file, or is the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +189,9 @@ class ChatRequest(VoiceOptions):
     Attributes
     ----------
     messages : list
-        Objects of ``role`` (system, user, assistant) and ``content``, a string or a list of text parts.
+        Objects of ``role`` (system, user, assistant) and ``content``, a string or a list of parts: of text, or in a
+        user's message ``{"type": "audio", "audio": path}`` and ``{"type": "image", "image": path}``, which may have
+        ``max_pixels``.
     temperature, top_k, top_p : float, int, float, each or None
         The Thinker's law; temperature 0 is argmax.
     max_generate_length : int or None
@@ -206,7 +211,7 @@ class ChatRequest(VoiceOptions):
 
     def __post_init__(self) -> None:
         for index, message in enumerate(_checked_list(self.messages, "messages")):
-            _parse_message(message, f"messages[{index}]", only=_ONLY_TEXT_CHAT)
+            _parse_message(message, f"messages[{index}]", only=_NO_SUCH_PART, kinds=tuple(_PART_KEYS))
         _check_fields(self, _CHAT_OPTIONS)
 
 
@@ -235,6 +240,24 @@ def _check_fields(request: VoiceOptions, rules: Mapping[str, Rule]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How answers are streamed: the object ``streaming`` of an input file of conversations.
+
+    Attributes
+    ----------
+    enable : bool
+    codec_chunk_frames : int
+        Frames of a chunk of sound, at least 1.
+    talker_prefill_threshold : int
+        Tokens of an answer that are written before the Talker begins, at least 1.
+    """
+
+    enable: bool = False
+    codec_chunk_frames: int = CHUNK_FRAMES
+    talker_prefill_threshold: int = PREFILL_THRESHOLD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFile(Generic[R]):
     """What one input file asks for.
 
@@ -244,10 +267,13 @@ class RequestFile(Generic[R]):
         Requests that are spoken together, at least 1.
     requests : tuple of Request, or of ChatRequest
         At least one.
+    streaming : StreamOptions
+        Of conversations; texts have an option of the command.
     """
 
     batch_size: int = 1
     requests: tuple[R, ...]
+    streaming: StreamOptions = StreamOptions()
 
     def __post_init__(self) -> None:
         _count("batch_size", self.batch_size)
@@ -295,9 +321,9 @@ def parse_requests(document: Mapping[str, Any], where: str) -> RequestFile[Reque
 def parse_chats(document: Mapping[str, Any], where: str) -> RequestFile[ChatRequest]:
     """Check an input document of conversations, under the rules of :func:`parse_requests`."""
     _check_object(document, f"{where}: the top level")
-    _check_no_streaming(document, f"{where}: ")
     form = _Format(options=_CHAT_OPTIONS, top=("streaming",), make=_chat_request)
-    return _parse_document(document, where, form)
+    parsed = _parse_document(document, where, form)
+    return replace(parsed, streaming=_stream_options(document.get("streaming"), f"{where}: streaming"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,7 +381,7 @@ def _text_request(messages: list[Any], options: dict[str, Any], place: str) -> R
 
 def _chat_request(messages: list[Any], options: dict[str, Any], place: str) -> ChatRequest:
     for index, message in enumerate(messages):
-        _parse_message(message, f"{place}.messages[{index}]", only=_ONLY_TEXT_CHAT)
+        _parse_message(message, f"{place}.messages[{index}]", only=_NO_SUCH_PART, kinds=tuple(_PART_KEYS))
     return ChatRequest(messages=messages, **options)
 
 
@@ -380,8 +406,8 @@ def _spoken_text(messages: list[Any], place: str) -> tuple[str, tuple[str, ...]]
     )
 
 
-def _parse_message(message: Any, place: str, *, only: str) -> tuple[str, str]:
-    """Return role and content; ``only`` says why other parts than text are refused."""
+def _parse_message(message: Any, place: str, *, only: str, kinds: Sequence[str] = ("text",)) -> tuple[str, str]:
+    """Return role and text; ``only`` says why other parts than those of ``kinds`` are refused."""
     _check_object(message, place)
     _check_keys(message, ("role", "content"), f"{place}.")
     role = _required_string(message, "role", place)
@@ -389,19 +415,31 @@ def _parse_message(message: Any, place: str, *, only: str) -> tuple[str, str]:
         raise ConfigError(f"{place}.role is {role!r}; {did_you_mean(role, ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
-        return role, "".join(_parse_part(part, f"{place}.content[{i}]", only) for i, part in enumerate(content))
+        places = [f"{place}.content[{i}]" for i in range(len(content))]
+        parts = [_parse_part(part, where, only, kinds, role) for part, where in zip(content, places, strict=True)]
+        return role, "".join(parts)
     return role, _required_string(message, "content", place, or_else=" or a list of text parts")
 
 
-def _parse_part(part: Any, place: str, only: str) -> str:
+def _parse_part(part: Any, place: str, only: str, kinds: Sequence[str], role: str) -> str:
+    """Check a part, and return its text: nothing of a file."""
     _check_object(part, place)
     media = [key for key in _MEDIA if key in part]  # a part may be named by its key alone
     kind = media[0] if media and "type" not in part else _required_string(part, "type", place)
     # Before the keys: "image is not supported" says more than "unknown key image".
-    if kind != "text":
+    if kind not in kinds:
         raise ConfigError(f"{place}.type is {kind!r}; {only}")
-    _check_keys(part, ("type", "text"), f"{place}.")
-    return _required_string(part, "text", place)
+    _check_keys(part, ("type", *_PART_KEYS[kind]), f"{place}.")
+    value = _required_string(part, kind, place, or_else="" if kind == "text" else ", the path of a file")
+    if kind == "text":
+        return value
+    if role != "user":
+        raise ConfigError(f"{place}: {kind} in a message of role {role!r}; only a user's message can hold it")
+    if not value:
+        raise ConfigError(f"{place}.{kind} is empty; give the path of a file")
+    if part.get("max_pixels") is not None:
+        _count(f"{place}.max_pixels", part["max_pixels"])
+    return ""
 
 
 def _checked_options(values: Mapping[str, Any], place: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
@@ -443,14 +481,13 @@ def _check_no_clone(values: Mapping[str, Any], place: str) -> None:
             raise ConfigError(f"{place}{key}: voice clone is not supported yet (it needs clone encoders); leave it out")
 
 
-def _check_no_streaming(document: Mapping[str, Any], place: str) -> None:
-    streaming = document.get("streaming")
-    if streaming is None:
-        return
-    _check_object(streaming, f"{place}streaming")
-    _check_keys(streaming, _STREAMING_KEYS, f"{place}streaming.")
-    if "enable" in streaming and _boolean(f"{place}streaming.enable", streaming["enable"]):
-        raise ConfigError(f"{place}streaming.enable: streaming is not supported yet; leave it out or give false")
+def _stream_options(value: Any, place: str) -> StreamOptions:
+    if value is None:
+        return StreamOptions()
+    _check_object(value, place)
+    _check_keys(value, _STREAMING, f"{place}.")
+    given = _checked_options(value, f"{place}.", _STREAMING)
+    return StreamOptions(**{name: option for name, option in given.items() if option is not None})
 
 
 def _checked_list(value: Any, place: str) -> list[Any]:

@@ -16,8 +16,15 @@ from .config import EXECUTORS, DecoderSpec, Section
 from .cuda import Device
 from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
 from .fused import fused_refusal
-from .session import DecoderSession, Float32, GraphSession, HeadSession
-from .trt_session import Plan, TensorRTDecoderSession, TensorRTGraphSession, import_binding, plan_bytes
+from .session import NO_EXTRAS, DecoderSession, Float32, GraphSession, HeadSession, PassExtras
+from .trt_session import (
+    CODEC_TENSORS,
+    Plan,
+    TensorRTDecoderSession,
+    TensorRTGraphSession,
+    import_binding,
+    plan_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +32,11 @@ GRAPH_FILE = "model.onnx"
 HEADS_FILE = "heads.onnx"
 DECODER_PLAN = "llm.engine"
 CODEC_PLAN = "code2wav.engine"
+AUDIO_PLAN = "audio_encoder.engine"
+VISION_PLAN = "visual.engine"
+PLAN_FILES = (DECODER_PLAN, CODEC_PLAN, AUDIO_PLAN, VISION_PLAN)
+"""The plan of each kind of component."""
+
 BUILD_HINT = "build one with cpspec-build --backend tensorrt (or tensorrt_rtx)"
 
 
@@ -54,11 +66,32 @@ class Decoder(Protocol):
         ...
 
 
+class PromptDecoder(Decoder, Protocol):
+    """A decoder whose prompts may hold more than text."""
+
+    def forward(self, embeds: Float32, positions: NDArray[np.int64], extras: PassExtras = NO_EXTRAS) -> Float32:
+        """Run rows ``[B, T, H]`` at positions ``[B, T]``, with what media bring; return ``[B, T, H]``."""
+        ...
+
+
 class StaticGraph(Protocol):
     """A graph without state."""
 
     def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
         """Run it once."""
+        ...
+
+
+class CodecGraph(StaticGraph, Protocol):
+    """The codec's graph, whose calls may follow each other."""
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether a call can go on where another ended; else :meth:`run` is all there is."""
+        ...
+
+    def begin(self) -> StaticGraph:
+        """Return what runs calls that follow each other, from an empty state."""
         ...
 
 
@@ -77,7 +110,7 @@ class Runtime:
     cuda: Device | None = None
     threads: int | None = None
 
-    def decoder(self, folder: Path, spec: DecoderSpec, capacity: int, *, keep_buffers: bool = False) -> Decoder:
+    def decoder(self, folder: Path, spec: DecoderSpec, capacity: int, *, keep_buffers: bool = False) -> PromptDecoder:
         """Open the decoder of a component folder.
 
         ``keep_buffers`` keeps the device memory of every batch size that was used, with its captured passes: for a
@@ -93,11 +126,11 @@ class Runtime:
         path = folder / HEADS_FILE
         return HeadSession(path, threads=self.threads) if self.cuda is None and path.is_file() else None
 
-    def graph(self, folder: Path) -> StaticGraph:
-        """Open the codec's graph."""
+    def graph(self, folder: Path, plan: str = CODEC_PLAN, names: Sequence[str] = CODEC_TENSORS) -> CodecGraph:
+        """Open the codec's graph, or an encoder's by the name of its plan and those of its tensors."""
         if self.cuda is None:
             return GraphSession(folder / GRAPH_FILE, threads=self.threads)
-        return TensorRTGraphSession(self._plan(folder, CODEC_PLAN), self.cuda)
+        return TensorRTGraphSession(self._plan(folder, plan), self.cuda, names)
 
     def _plan(self, folder: Path, name: str) -> Plan:
         assert self.cuda is not None
@@ -106,6 +139,7 @@ class Runtime:
             raise EngineError(f"{path} does not exist, --device cuda needs a plan; {BUILD_HINT}")
         record = PlanRecord.from_section(Section.from_file(folder / "config.json"), name)
         binding = import_binding(record.flavour)
+        self.cuda.make_current()  # an encoder is opened by the thread that first needs it
         data = plan_bytes(path)
         record.check(path, data, str(binding.__version__), self.cuda.compute_capability)
         return Plan(path, binding, data)
@@ -194,7 +228,7 @@ def open_runtime(
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
     if device == "cuda":
         return Runtime(cuda=Device(), threads=threads)
-    without = [f for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
+    without = [folder for folder in folders if not any((folder / name).is_file() for name in PLAN_FILES)]
     fusable = executor != "engine" and without == [code_predictor]
     if device == "auto" and (fusable or not without):
         try:

@@ -1,12 +1,14 @@
 """One graph on one runtime. Only this module talks to ONNX Runtime.
 
-:class:`GraphSession` runs a graph without state. :class:`DecoderSession` runs a decoder whose KV cache is bound to
-the graph's past and present at one address, so that no pass copies it.
+:class:`GraphSession` runs any graph, and carries the codec's state from call to call. :class:`DecoderSession` runs a
+decoder whose KV cache is bound to the graph's past and present at one address, so that no pass copies it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,52 @@ PREFILL_CHUNK = 512
 
 MIN_BUCKET = 64
 
+PAST = "past_"
+"""How the inputs begin that a graph left as ``present_*`` in the call before."""
+
 Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassExtras:
+    """What a pass takes and gives beyond embeddings and hidden states, where a prompt holds more than text.
+
+    Attributes
+    ----------
+    rotary : ndarray, shape [B, T, 3], int64, or None
+        Time, height and width of each row; None is its slot, three times.
+    deepstack : ndarray, shape [B, T, D * H], float32, or None
+        Added behind the first D layers; None is zero.
+    accepted : ndarray, shape [B, T, H], float32, or None
+        Receives ``accept_hidden_states``.
+    """
+
+    rotary: NDArray[np.int64] | None = None
+    deepstack: Float32 | None = None
+    accepted: Float32 | None = None
+
+    def part(self, rows: slice) -> PassExtras:
+        """Return the extras of some of the rows."""
+        return PassExtras(
+            rotary=None if self.rotary is None else self.rotary[:, rows],
+            deepstack=None if self.deepstack is None else self.deepstack[:, rows],
+            accepted=None if self.accepted is None else self.accepted[:, rows],
+        )
+
+
+NO_EXTRAS = PassExtras()
+
+
+def check_extras(where: Path, names: Collection[str], extras: PassExtras) -> None:
+    """Raise an EngineError where a decoder, by the names of its tensors, has no place for what a pass brings."""
+    needs = {"rotary_positions": extras.rotary, "deepstack_embeds": extras.deepstack}
+    needs["accept_hidden_states"] = extras.accepted
+    missing = [name for name, array in needs.items() if array is not None and name not in names]
+    if missing:
+        raise EngineError(
+            f"{where} has no {', '.join(missing)}: it was built without the vision encoder; build the whole engine "
+            f"folder again with cpspec-build"
+        )
 
 
 def open_graph(path: Path, *, threads: int | None = None) -> Any:
@@ -62,7 +109,7 @@ def _reported(run: Any, *arguments: Any) -> Any:
 
 
 class GraphSession:
-    """A graph without state.
+    """A graph without state, or one whose state is carried from call to call (see :meth:`begin`).
 
     Parameters
     ----------
@@ -74,11 +121,40 @@ class GraphSession:
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         self._session = open_graph(path, threads=threads)
         self._outputs = [output.name for output in self._session.get_outputs()]
+        inputs = {value.name: value.shape for value in self._session.get_inputs()}
+        self._state_shapes = {name: (1, *shape[1:]) for name, shape in inputs.items() if name.startswith(PAST)}
 
-    def run(self, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    @property
+    def carries_state(self) -> bool:
+        """Whether the graph takes what an earlier call left."""
+        return bool(self._state_shapes)
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
         """Run the graph once and return its outputs by name."""
         values = _reported(self._session.run, self._outputs, feeds)
         return dict(zip(self._outputs, values, strict=True))
+
+    def begin(self) -> CarriedCalls:
+        """Return what runs calls that follow each other, from an empty state."""
+        return CarriedCalls(self, {name: np.zeros(shape, np.float32) for name, shape in self._state_shapes.items()})
+
+
+class CarriedCalls:
+    """Calls of a graph that follow each other: what one leaves as ``present_*`` is ``past_*`` of the next."""
+
+    def __init__(self, graph: GraphSession, state: dict[str, Float32]) -> None:
+        self._graph, self._state = graph, state
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run the next call and return its outputs by name, but for the state."""
+        outputs = self._graph.run({**feeds, **self._state})
+        self._state = {name: outputs.pop(present_name(name)) for name in self._state}
+        return outputs
+
+
+def present_name(past: str) -> str:
+    """Return the output that is the next call's input ``past_*``."""
+    return "present_" + past.removeprefix(PAST)
 
 
 class HeadSession:
@@ -143,10 +219,12 @@ class DecoderSession:
 
     def __init__(self, path: Path, spec: DecoderSpec, *, capacity: int, threads: int | None = None) -> None:
         self._session = open_graph(path, threads=threads)
-        self._spec = spec
+        self._path, self._spec = path, spec
+        self._inputs = {item.name: item.shape for item in self._session.get_inputs()}
+        self._names = {*self._inputs, *(item.name for item in self._session.get_outputs())}
         self._max_slots = capacity + SCRATCH_SLOTS
         self._cache: dict[str, Float32] = {}
-        self._bindings: dict[int, _Binding] = {}
+        self._bindings: dict[tuple[int, bool], _Binding] = {}
         self.batch = 0
         self.slots = 0
         self.run_seconds = 0.0
@@ -173,7 +251,7 @@ class DecoderSession:
         for name, array in self._cache.items():
             array[...] = old[name][rows]
 
-    def forward(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+    def forward(self, embeds: Float32, positions: NDArray[np.int64], extras: PassExtras = NO_EXTRAS) -> Float32:
         """Run rows through the decoder, in chunks where they are many.
 
         Parameters
@@ -181,6 +259,7 @@ class DecoderSession:
         embeds : ndarray, shape [B, T, H], float32
         positions : ndarray, shape [B, T], int64
             The slot of each row; -1 is padding, whose output means nothing.
+        extras : PassExtras
 
         Returns
         -------
@@ -190,26 +269,34 @@ class DecoderSession:
         Raises
         ------
         EngineError
-            A position beyond the capacity.
+            A position beyond the capacity, or extras that the graph has no place for.
         """
+        check_extras(self._path, self._names, extras)
         self._make_room(int(positions.max()))
         if positions.shape[1] <= PREFILL_CHUNK:
-            return self._pass(embeds, positions)
+            return self._pass(embeds, positions, extras)
         out = np.empty_like(embeds)
         for start in range(0, positions.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
-            out[:, part] = self._pass(embeds[:, part], positions[:, part])
+            out[:, part] = self._pass(embeds[:, part], positions[:, part], extras.part(part))
         return out
 
-    def _pass(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
-        binding = self._bindings.get(positions.shape[1])
+    def _pass(self, embeds: Float32, positions: NDArray[np.int64], extras: PassExtras) -> Float32:
+        key = positions.shape[1], extras.accepted is not None
+        binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bindings[positions.shape[1]] = self._bind(positions.shape[1])
+            binding = self._bindings[key] = self._bind(*key)
         np.copyto(binding.embeds, embeds)
         np.copyto(binding.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
+        if binding.rotary is not None:
+            np.copyto(binding.rotary, rotary_of(positions, extras), casting="same_kind")
+        if binding.deepstack is not None:
+            np.copyto(binding.deepstack, 0 if extras.deepstack is None else extras.deepstack)
         started = time.perf_counter()
         _reported(self._session.run_with_iobinding, binding.io)
         self.run_seconds += time.perf_counter() - started
+        if extras.accepted is not None and binding.accepted is not None:
+            np.copyto(extras.accepted, binding.accepted)
         return binding.hidden
 
     def _make_room(self, position: int) -> None:
@@ -231,18 +318,41 @@ class DecoderSession:
         self._bindings = {}
         self.batch, self.slots = batch, slots
 
-    def _bind(self, length: int) -> _Binding:
-        return _Binding(self._session.io_binding(), self._cache, self.batch, length, self._spec.hidden_size)
+    def _bind(self, length: int, accepted: bool) -> _Binding:
+        io, shape = self._session.io_binding(), (self.batch, length, self._spec.hidden_size)
+        return _Binding(io, self._cache, shape, self._inputs, accepted=accepted)
+
+
+def rotary_of(positions: NDArray[np.int64], extras: PassExtras) -> NDArray[np.int64]:
+    """Return the three-axis positions of a pass: its extras', else its slots, ``[B, T, 1 or 3]``."""
+    return positions[..., None] if extras.rotary is None else extras.rotary
 
 
 class _Binding:
     """The buffers of one pass length; ONNX Runtime reads and writes them in place."""
 
-    def __init__(self, io: Any, cache: dict[str, Float32], batch: int, length: int, width: int) -> None:
+    def __init__(
+        self,
+        io: Any,
+        cache: dict[str, Float32],
+        shape: tuple[int, int, int],
+        inputs: Mapping[str, Sequence[Any]],
+        *,
+        accepted: bool,
+    ) -> None:
         self.io = io
-        self.embeds = np.zeros((batch, length, width), np.float32)
-        self.positions = np.zeros((batch, length), np.int32)
-        self.hidden = np.zeros((batch, length, width), np.float32)
+        self.embeds, self.hidden = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.positions = np.zeros(shape[:2], np.int32)
+        self.rotary = self.deepstack = self.accepted = None
+        if "rotary_positions" in inputs:
+            self.rotary = np.zeros((*shape[:2], 3), np.int32)
+            _bind(io.bind_input, "rotary_positions", self.rotary)
+        if "deepstack_embeds" in inputs:
+            self.deepstack = np.zeros((*shape[:2], inputs["deepstack_embeds"][2]), np.float32)
+            _bind(io.bind_input, "deepstack_embeds", self.deepstack)
+        if accepted:
+            self.accepted = np.zeros(shape, np.float32)
+            _bind(io.bind_output, "accept_hidden_states", self.accepted)
         _bind(io.bind_input, "inputs_embeds", self.embeds)
         _bind(io.bind_input, "positions", self.positions)
         _bind(io.bind_output, "hidden_states", self.hidden)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from .config import RoleIds, SamplingParams, Section, TalkerSpec
 from .errors import ConfigError, EngineError, NumericsError
-from .runtime import Decoder, Runtime
+from .runtime import PromptDecoder, Runtime
 from .sampling import Law, law, penalised
-from .sequences import SequenceBatch
+from .sequences import RowExtras, SequenceBatch
 from .tensorfile import RowTable, TensorFile
 
 SPECIAL_CODES = 1024
@@ -25,6 +25,9 @@ NO_CODE = -1
 
 ROLE_ROWS = 3
 """Tokens of ``<|im_start|>assistant\\n``."""
+
+ANSWER_ROWS = 9
+"""Rows of a Qwen3-Omni's prefill behind those of what was said: the role, five of codes, the first text token."""
 
 CLOSING_ROWS = 5
 """Tokens of ``<|im_end|>\\n<|im_start|>assistant\\n``, which are not spoken."""
@@ -43,11 +46,32 @@ class Prompt:
         -1 where the row has no codec side.
     trailing_text_ids : ndarray, shape [T], int64
         Token k joins the Talker's input after frame k; behind them ``tts_pad`` does.
+    media : PromptMedia or None
+        Rows that are neither.
     """
 
     text_ids: NDArray[np.int64]
     codec_ids: NDArray[np.int64]
     trailing_text_ids: NDArray[np.int64]
+    media: PromptMedia | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMedia:
+    """What the Talker hears of audio and images: projected hidden states of the Thinker.
+
+    Attributes
+    ----------
+    places : ndarray, shape [M], int64
+        Their rows in the prefill.
+    hidden : ndarray, shape [M, thinker H], float32
+    rotary : ndarray, shape [R, 3], int64, or None
+        Time, height and width of every row; None is its place.
+    """
+
+    places: NDArray[np.int64]
+    hidden: Float32
+    rotary: NDArray[np.int64] | None
 
 
 def assemble_prompt(
@@ -178,7 +202,7 @@ class Talker(SequenceBatch):
     spec : TalkerSpec
     """
 
-    def __init__(self, spec: TalkerSpec, session: Decoder, tables: TalkerTables) -> None:
+    def __init__(self, spec: TalkerSpec, session: PromptDecoder, tables: TalkerTables) -> None:
         super().__init__(session, spec.decoder.hidden_size)
         self.spec = spec
         self._tables = tables
@@ -215,7 +239,17 @@ class Talker(SequenceBatch):
         rows = self.embed_text(prompt.text_ids)
         spoken = prompt.codec_ids != NO_CODE
         rows[spoken] += self._tables.codec[prompt.codec_ids[spoken]]
+        if prompt.media is not None:
+            rows[prompt.media.places] = self._tables.project_hidden(prompt.media.hidden)
         return rows
+
+    def prefill_prompts(self, prompts: Sequence[Prompt]) -> Float32:
+        """Start a batch of sequences; return the last hidden states ``[B, H]``."""
+        extras = [
+            None if prompt.media is None or prompt.media.rotary is None else RowExtras(rotary=prompt.media.rotary)
+            for prompt in prompts
+        ]
+        return self.prefill([self.embed_prompt(prompt) for prompt in prompts], extras)
 
     def embed_text(self, ids: NDArray[np.int64]) -> Float32:
         """Return projected text tokens, ``[n]`` to ``[n, H]``."""
@@ -278,11 +312,12 @@ class TalkerTables:
         text: RowTable,
         head: Float32,
         projection: dict[str, Float32],
+        hidden_projection: dict[str, Float32] | None = None,
     ) -> None:
         self.codec = codec
         self.head = head
         self._text = text
-        self._projection = projection
+        self._projection, self._hidden_projection = projection, hidden_projection
 
     @classmethod
     def from_dir(cls, folder: Path, spec: TalkerSpec, thinker_dir: Path | None = None) -> TalkerTables:
@@ -290,31 +325,44 @@ class TalkerTables:
         width, text_width, codes = spec.decoder.hidden_size, spec.text_hidden_size, spec.decoder.vocab_size
         codec = TensorFile(folder / "embedding.safetensors")
         codec.check("embedding", (codes, width))
-        projection = TensorFile(folder / "text_projection.safetensors")
         shapes = {
             "linear_fc1": (spec.projection_size, text_width),
             "linear_fc2": (width, spec.projection_size),
         }
-        layers = {}
-        for name, shape in shapes.items():
-            layers[f"{name}.weight"] = projection.read_weight(f"{name}.weight", shape)
-            projection.check(f"{name}.bias", shape[:1])
-            layers[f"{name}.bias"] = projection.read(f"{name}.bias")
         return cls(
             codec=codec.rows("embedding"),
             text=_text_table(folder, spec, thinker_dir),
             head=TensorFile(folder / "codec_head.safetensors").read_weight("codec_head.weight", (codes, width)),
-            projection=layers,
+            projection=_projection(folder / "text_projection.safetensors", shapes),
+            hidden_projection=(_projection(folder / "hidden_projection.safetensors", shapes) if spec.is_omni else None),
         )
 
     def project_text(self, ids: NDArray[np.int64]) -> Float32:
         """Return ``fc2(silu(fc1(text_embedding[ids])))``, ``[n]`` to ``[n, H]``."""
-        part = self._projection
-        inner: Float32 = self._text[ids] @ part["linear_fc1.weight"].T + part["linear_fc1.bias"]
-        with np.errstate(over="ignore"):  # exp of a large negative: the product is 0, as it should be
-            inner /= 1 + np.exp(-inner)
-        out: Float32 = inner @ part["linear_fc2.weight"].T + part["linear_fc2.bias"]
-        return out
+        return _projected(self._projection, self._text[ids])
+
+    def project_hidden(self, hidden: Float32) -> Float32:
+        """Return the same of hidden states of a Thinker, by a projection of their own, ``[n, H']`` to ``[n, H]``."""
+        assert self._hidden_projection is not None  # the tables are of a Qwen3-Omni
+        return _projected(self._hidden_projection, hidden)
+
+
+def _projection(path: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, Float32]:
+    """Read an MLP of two linear layers with biases, of known shapes."""
+    file, layers = TensorFile(path), {}
+    for name, shape in shapes.items():
+        layers[f"{name}.weight"] = file.read_weight(f"{name}.weight", shape)
+        file.check(f"{name}.bias", shape[:1])
+        layers[f"{name}.bias"] = file.read(f"{name}.bias")
+    return layers
+
+
+def _projected(part: dict[str, Float32], rows: Float32) -> Float32:
+    inner: Float32 = rows @ part["linear_fc1.weight"].T + part["linear_fc1.bias"]
+    with np.errstate(over="ignore"):  # exp of a large negative: the product is 0, as it should be
+        inner /= 1 + np.exp(-inner)
+    out: Float32 = inner @ part["linear_fc2.weight"].T + part["linear_fc2.bias"]
+    return out
 
 
 def _text_table(folder: Path, spec: TalkerSpec, thinker_dir: Path | None) -> RowTable:

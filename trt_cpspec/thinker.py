@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from .config import FinishReason, SamplingParams, Section, ThinkerSpec
 from .errors import CpSpecError, EngineError, NumericsError
-from .runtime import Decoder, Runtime
+from .multimodal import Encoded
+from .runtime import PromptDecoder, Runtime
 from .sampling import PhiloxNoise, Use, law
 from .sequences import Float32, SequenceBatch
 from .session import HeadSession
@@ -33,21 +34,27 @@ class Answer:
     seed : int
     max_tokens : int
         At least 1.
+    media : Encoded or None
+        What stands in the prompt for audio and images.
     ids : list of int
         The tokens so far; the one that ends the answer is among them.
     finish_reason : {"eos", "length"} or None
         None while it goes on.
     error : CpSpecError or None
         What ended it instead.
+    media_hidden : ndarray, shape [M, H], float32, or None
+        What the Talker hears of the rows of media: ``accept_hidden_states`` behind the prefill.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     seed: int
     max_tokens: int
+    media: Encoded | None = None
     ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: CpSpecError | None = None
+    media_hidden: Float32 | None = None
 
     @property
     def spoken_ids(self) -> list[int]:
@@ -76,7 +83,7 @@ class Thinker(SequenceBatch):
     def __init__(
         self,
         spec: ThinkerSpec,
-        session: Decoder,
+        session: PromptDecoder,
         *,
         embedding: RowTable,
         head: Float32,
@@ -143,24 +150,58 @@ class Thinker(SequenceBatch):
         stepped : callable or None
             Called behind each step; an EngineError of it fails the answers that were still going on.
         """
-        live = list(answers)
-        started = time.perf_counter()
         try:
-            hidden = self.prefill([self.embed(answer.prompt_ids) for answer in live])
-            timed("thinker_prefill", started)
-            while kept := self._sample(live, hidden):
-                started = time.perf_counter()
-                live = [live[place] for place in kept]
-                if len(kept) < len(self):
-                    self.keep_rows(np.array(kept))
-                hidden = self.step(self.embed([answer.ids[-1] for answer in live]))
-                timed("thinker_generation", started)
+            for _ in self.steps(answers, timed):
                 if stepped is not None:
                     stepped()
         except EngineError as error:  # nothing can be said of the answers that were still going on
-            for answer in live:
+            for answer in answers:
                 if answer.goes_on:
                     answer.error = error
+
+    def steps(self, answers: Sequence[Answer], timed: Timed = lambda stage, started: None) -> Iterator[None]:
+        """Complete a batch of new answers, and yield behind each step: each answer that goes on was fed one token more.
+
+        Parameters
+        ----------
+        answers, timed
+            As of :meth:`generate`.
+
+        Raises
+        ------
+        EngineError
+            The engine failed. Logits that describe no law end their own answer, by its ``error``.
+        """
+        live = [answer for answer in answers if answer.goes_on]
+        if not live:
+            return
+        started = time.perf_counter()
+        hidden = self._read(live)
+        timed("thinker_prefill", started)
+        while kept := self._sample(live, hidden):
+            started = time.perf_counter()
+            live = [live[place] for place in kept]
+            if len(kept) < len(self):
+                self.keep_rows(np.array(kept))
+            hidden = self.step(self.embed([answer.ids[-1] for answer in live]))
+            timed("thinker_generation", started)
+            yield
+
+    def _read(self, answers: Sequence[Answer]) -> Float32:
+        """Prefill the prompts of answers, media and all; return the last hidden states ``[B, H]``."""
+        rows = [self.embed(answer.prompt_ids) for answer in answers]
+        if all(answer.media is None for answer in answers):
+            return self.prefill(rows)
+        for embeds, answer in zip(rows, answers, strict=True):
+            if answer.media is not None:
+                embeds[answer.media.places] = answer.media.embeds
+        accepted = np.empty((len(rows), max(map(len, rows)), self.spec.decoder.hidden_size), np.float32)
+        extras = [None if answer.media is None else answer.media.extras for answer in answers]
+        hidden = self.prefill(rows, extras, accepted=accepted)
+        for place, answer in enumerate(answers):
+            if answer.media is not None:
+                answer.media_hidden = accepted[place, answer.media.places]
+        return hidden
 
     def _sample(self, live: Sequence[Answer], hidden: NDArray[np.float32]) -> list[int]:
         """Give each answer its next token, and return the places of those that go on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,18 @@ from numpy.typing import NDArray
 from .config import DecoderSpec
 from .cuda import Device, DeviceArray, Graph
 from .errors import EngineError
-from .session import PREFILL_CHUNK, SCRATCH_SLOTS, Float32, bucket_for
+from .session import (
+    NO_EXTRAS,
+    PAST,
+    PREFILL_CHUNK,
+    SCRATCH_SLOTS,
+    Float32,
+    PassExtras,
+    bucket_for,
+    check_extras,
+    present_name,
+    rotary_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +42,17 @@ BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 GRAPH_ROWS = 8
 """Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
 
-UNREAD_OUTPUTS = ("accept_hidden_states",)
-"""Outputs ``[B, T, H]`` that a Thinker's plan has and nobody asks for yet: TensorRT wants an address all the same."""
+ACCEPTED = "accept_hidden_states"
+"""An output ``[B, T, H]`` of a Thinker's plan, read for prompts with media alone; TensorRT wants an address always."""
+
+ROTARY, DEEPSTACK = "rotary_positions", "deepstack_embeds"
+"""Inputs ``[B, T, 3]`` and ``[B, T, D * H]`` that plans of a model that sees have."""
+
+CODEC_TENSORS = ("codes", "waveform")
+"""What the codec's plan binds."""
+
+_STATE_BYTES, _STATE_ALIGNMENT = 4, 256
+"""Of a number in the state of a codec, which is FP32; TensorRT wants tensors so aligned."""
 
 
 def import_binding(flavour: str) -> Any:
@@ -170,8 +190,13 @@ class DecoderBuffers:
         self.embeds = self._device.zeros((self.batch, length, width), np.float32)
         self.positions = self._device.zeros((self.batch, length), np.int32)
         self.hidden = self._device.zeros((self.batch, length, width), np.float32)
-        unread = [name for name in UNREAD_OUTPUTS if name in self.plan.names]
-        self._unread = {name: self._device.empty(self.hidden.shape, np.float32) for name in unread}
+        self.extra: dict[str, DeviceArray] = {}
+        """Inputs and outputs that only some plans have, by name."""
+        if ACCEPTED in self.plan.names:
+            self.extra[ACCEPTED] = self._device.empty(self.hidden.shape, np.float32)
+        for name, dtype in ((ROTARY, np.int32), (DEEPSTACK, np.float32)):
+            if name in self.plan.names:
+                self.extra[name] = self._device.zeros((self.batch, length, self.plan.shape(name)[2]), dtype)
         self._contexts: dict[int, Any] = {}
         self._newest: Any = None
 
@@ -195,6 +220,9 @@ class DecoderBuffers:
             "inputs_embeds": (self.batch, length, self._spec.hidden_size),
             "positions": (self.batch, length),
         } | {f"past_{name}": array.shape for name, array in self.cache.items()}
+        for name in (ROTARY, DEEPSTACK):
+            if name in self.extra:
+                shapes[name] = (self.batch, length, self.extra[name].shape[2])
         narrow = any(
             not _admits(self.plan.range(name, GENERATION_PROFILE), shapes[name])
             for name in ("inputs_embeds", "positions")
@@ -216,7 +244,7 @@ class DecoderBuffers:
             "positions": self.positions.address,
             "hidden_states": self.hidden.address,
         }
-        addresses |= {name: array.address for name, array in self._unread.items()}
+        addresses |= {name: array.address for name, array in self.extra.items()}
         for name, array in self.cache.items():
             addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
         for name, address in addresses.items():
@@ -257,7 +285,7 @@ class TensorRTDecoderSession:
     ) -> None:
         plan.check_names(
             {"inputs_embeds", "positions", "hidden_states"}
-            | (set(UNREAD_OUTPUTS) & set(plan.names))
+            | ({ACCEPTED, ROTARY, DEEPSTACK} & set(plan.names))
             | {f"{time}_{name}" for name in _cache_names(spec) for time in ("past", "present")}
         )
         self.plan, self.device = plan, device
@@ -319,28 +347,29 @@ class TensorRTDecoderSession:
                 )
         self.device.synchronize()  # the old buffers are freed next
 
-    def forward(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+    def forward(self, embeds: Float32, positions: NDArray[np.int64], extras: PassExtras = NO_EXTRAS) -> Float32:
         """Run rows through the decoder (see :class:`~trt_cpspec.session.DecoderSession`)."""
         started = time.perf_counter()
+        check_extras(self.plan.path, self.plan.names, extras)
         self.device.make_current()
         self._make_room(int(positions.max()))
         length = positions.shape[1]
         context_limit = self.plan.range("inputs_embeds", CONTEXT_PROFILE).maximum[1]
         longest = max(min(PREFILL_CHUNK, context_limit), self.max_positions() or 0)
         if length <= longest:
-            out = self._pass(embeds, positions)
+            out = self._pass(embeds, positions, extras)
         else:
             out = np.concatenate(
                 [
-                    self._pass(embeds[:, at : at + longest], positions[:, at : at + longest]).copy()
-                    for at in range(0, length, longest)
+                    self._pass(embeds[:, part], positions[:, part], extras.part(part)).copy()
+                    for part in (slice(at, at + longest) for at in range(0, length, longest))
                 ],
                 axis=1,
             )
         self.run_seconds += time.perf_counter() - started
         return out
 
-    def _pass(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
+    def _pass(self, embeds: Float32, positions: NDArray[np.int64], extras: PassExtras) -> Float32:
         length = positions.shape[1]
         self.buffers.reserve(length)
         staging = self._staging.get(length)
@@ -351,7 +380,13 @@ class TensorRTDecoderSession:
                 self._staging[length] = staging
         np.copyto(staging.embeds, embeds)
         np.copyto(staging.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
+        if ROTARY in staging.extra:
+            np.copyto(staging.extra[ROTARY], rotary_of(positions, extras), casting="same_kind")
+        if DEEPSTACK in staging.extra:
+            np.copyto(staging.extra[DEEPSTACK], 0 if extras.deepstack is None else extras.deepstack)
         staging.run()
+        if extras.accepted is not None:
+            extras.accepted[:] = staging.accepted()
         return staging.hidden
 
     def _make_room(self, position: int) -> None:
@@ -388,53 +423,103 @@ class TensorRTDecoderSession:
 
 
 class TensorRTGraphSession:
-    """A plan without state, of one input and one output (the codec).
+    """A plan without state, or the codec's, whose state is carried where it was built to (see :meth:`begin`).
 
     Parameters
     ----------
     plan : Plan
     device : Device
+    names : sequence of str
+        Its inputs and outputs.
     """
 
-    def __init__(self, plan: Plan, device: Device) -> None:
-        plan.check_names({"codes", "waveform"})
+    def __init__(self, plan: Plan, device: Device, names: Sequence[str] = CODEC_TENSORS) -> None:
+        past = [name for name in plan.names if name.startswith(PAST)] if "codes" in plan.names else []
+        carried = {"position", *past, *map(present_name, past)} if past else set()
+        plan.check_names({*names} | carried)
         self._plan, self._device = plan, device
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._context = _new_context(plan, self._activations)
         plan.require(self._context.set_optimization_profile_async(0, device.stream), "selecting profile 0")
+        self.state_shapes = {name: (1, *plan.shape(name)[1:]) for name in past}
 
-    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
-        """Run it once, from and to host memory."""
-        plan, device = self._plan, self._device
+    @property
+    def carries_state(self) -> bool:
+        """Whether the plan takes what an earlier call left."""
+        return bool(self.state_shapes)
+
+    def begin(self) -> TensorRTCarriedCalls:
+        """Return what runs calls that follow each other, from an empty state."""
+        return TensorRTCarriedCalls(self, self._device)
+
+    def run(self, feeds: dict[str, NDArray[Any]], /, state: dict[str, int] | None = None) -> dict[str, NDArray[Any]]:
+        """Run it once, from and to host memory; ``state`` says where on the device the tensors lie that stay there."""
+        plan, device, state = self._plan, self._device, state or {}
         device.make_current()
-        outputs = [name for name in plan.names if name not in feeds]
+        outputs = [name for name in plan.names if name not in feeds and name not in state]
         held = []
         for name, array in feeds.items():
-            limits = plan.range(name, 0)
-            if not _admits(limits, array.shape):
-                raise EngineError(
-                    f"{plan.path}: {name} of shape {list(array.shape)} is outside the profile's "
-                    f"{list(limits.minimum)} to {list(limits.maximum)}"
-                )
             values = np.ascontiguousarray(array, plan.dtype(name))
             target = device.empty(values.shape, values.dtype)
             device.upload(target, values)
-            plan.require(self._context.set_input_shape(name, values.shape), f"binding {name} of {list(values.shape)}")
-            plan.require(self._context.set_tensor_address(name, target.address), f"binding the address of {name}")
+            self._bind_shape(name, values.shape)
+            self._bind(name, target.address)
             held += [values, target]
+        for name, address in state.items():
+            if name in self.state_shapes:
+                self._bind_shape(name, self.state_shapes[name])
+            self._bind(name, address)
         results, sources = {}, {}
         for name in outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             sources[name] = device.empty(shape, plan.dtype(name))
             results[name] = np.empty(shape, plan.dtype(name))
-            plan.require(
-                self._context.set_tensor_address(name, sources[name].address), f"binding the address of {name}"
-            )
+            self._bind(name, sources[name].address)
         plan.require(self._context.execute_async_v3(device.stream), "a run")
         for name, source in sources.items():
             device.download(results[name], source)
         device.synchronize()
         return results
+
+    def _bind_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        limits = self._plan.range(name, 0)
+        if not _admits(limits, shape):
+            raise EngineError(
+                f"{self._plan.path}: {name} of shape {list(shape)} is outside the profile's "
+                f"{list(limits.minimum)} to {list(limits.maximum)}"
+            )
+        self._plan.require(self._context.set_input_shape(name, shape), f"binding {name} of {list(shape)}")
+
+    def _bind(self, name: str, address: int) -> None:
+        self._plan.require(self._context.set_tensor_address(name, address), f"binding the address of {name}")
+
+
+class TensorRTCarriedCalls:
+    """Calls of a codec's plan that follow each other. The state stays on the device, in two sets that change places.
+
+    Parameters
+    ----------
+    session : TensorRTGraphSession
+    device : Device
+    """
+
+    def __init__(self, session: TensorRTGraphSession, device: Device) -> None:
+        device.make_current()
+        self._session = session
+        offsets, size = {}, 0
+        for name, shape in session.state_shapes.items():
+            offsets[name] = size
+            size += -(-int(np.prod(shape)) * _STATE_BYTES // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+        # One allocation a set: an utterance begins with every chunk of the offline decode, and each call costs time.
+        self._memory = [device.zeros((size,), np.uint8), device.empty((size,), np.uint8)]
+        self._sets = [{name: memory.address + at for name, at in offsets.items()} for memory in self._memory]
+
+    def run(self, feeds: dict[str, NDArray[Any]], /) -> dict[str, NDArray[Any]]:
+        """Run the next call and return the waveform."""
+        past, present = self._sets
+        outputs = self._session.run(feeds, past | {present_name(name): at for name, at in present.items()})
+        self._sets.reverse()
+        return outputs
 
 
 class _Staging:
@@ -447,6 +532,11 @@ class _Staging:
         self.embeds = device.pinned((buffers.batch, length, width), np.float32)
         self.positions = device.pinned((buffers.batch, length), np.int32)
         self.hidden = device.pinned((buffers.batch, length, width), np.float32)
+        self.extra = {
+            name: device.pinned((buffers.batch, length, buffers.extra[name].shape[2]), kind)
+            for name, kind in ((ROTARY, np.int32), (DEEPSTACK, np.float32))
+            if name in buffers.extra
+        }
         self._graph: Graph | None = None
         self._warm = False
 
@@ -462,6 +552,13 @@ class _Staging:
             self._warm = True
         self._device.synchronize()
 
+    def accepted(self) -> Float32:
+        """Return the pass's ``accept_hidden_states``, ``[B, T, H]``."""
+        accepted = np.empty_like(self.hidden)
+        self._device.download(accepted, self._buffers.extra[ACCEPTED])
+        self._device.synchronize()
+        return accepted
+
     def _captured(self) -> Graph | None:
         """Capture the pass; None, said once, of a plan that cannot be captured (TensorRT 8.6: a mixture of experts)."""
         try:
@@ -475,6 +572,8 @@ class _Staging:
         # Rows of a shorter pass lie densely in the front of the buffers, which is how the context sees them.
         self._device.upload(self._buffers.embeds, self.embeds)
         self._device.upload(self._buffers.positions, self.positions)
+        for name, values in self.extra.items():
+            self._device.upload(self._buffers.extra[name], values)
         self._buffers.enqueue(self._length)
         self._device.download(self.hidden, self._buffers.hidden)
 
