@@ -470,6 +470,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   constexpr bool EVEN = P::IN % (WARPS_A_BLOCK * 32) == 0;
   const int units = EVEN ? P::UNITS : min(max((P::IN - warp * SLICE) / 32, 0), P::UNITS);  // of this warp
   const WordTag tag = task.tag();
+  named_sync(empty(stream.turn), TEAM);  // long since, but here nobody waits for it
   // Lanes of a column that there is not take another one's values: their sums go nowhere.
   const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
   const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
@@ -510,7 +511,6 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
     }
   }
   if (EARLY < P::UNITS && last) stream.done<P>();
-  named_sync(empty(stream.turn), TEAM);
 #pragma unroll
   for (int g = 0; g < P::GROUPS; g++) {
     float2 both = make_float2(0, 0);
@@ -1153,8 +1153,8 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
         if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        run_pass<HAS_PROJECTION>(block, stream, batch, width, keepers);
         heads = list_target_heads(block, columns);
+        run_pass<HAS_PROJECTION>(block, stream, batch, width, keepers);
       } else {
         heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
         if (heads) stream.push(heads);
