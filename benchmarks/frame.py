@@ -55,6 +55,7 @@ SIZES = {"tiny": "tiny", "demo": "demo", "released": "0b6", "released-1.7b": "1b
 @click.option("--executors", default="engine,fused", show_default=True, help="On a GPU: which, comma separated.")
 @click.option("--windows", default="0,2,3,4", show_default=True, help="Verify sizes, comma separated.")
 @click.option("--mode", type=click.Choice(["rejection", "coupled"]), default="rejection", show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Rows of a frame.")
 @click.option("--frames", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1))
@@ -72,7 +73,7 @@ def main(**options: Any) -> None:
         engines = options["engine_dir"]
         if engines is None:
             spec = code_predictor_only(spec_of(SIZES[options["size"]], options["agreement"]))
-            build = BuildOptions(precision=options["precision"])
+            build = BuildOptions(precision=options["precision"], max_batch_size=max(4, options["batch"]))
             with_plan = options["device"] == "cuda" and "engine" in options["executors"].split(",")
             backend = choose_backend("tensorrt" if with_plan else "onnxruntime")
             engines = stack.enter_context(built(spec, ("talker", "code_predictor"), build, backend))
@@ -122,8 +123,9 @@ def host_time(predictor: CodePredictor, verify_size: int, mode: Any, frames: int
 
 def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
     windows = [int(word) for word in options["windows"].split(",")]
+    rows = options["batch"]
     states = np.random.default_rng(0).standard_normal(
-        (options["warmup"] + options["frames"], predictor.spec.talker_hidden_size)
+        (options["warmup"] + options["frames"], rows, predictor.spec.talker_hidden_size)
     )
     times: dict[int, list[float]] = {n: [] for n in windows}
     engine_ms: dict[int, list[float]] = {n: [] for n in windows}
@@ -131,12 +133,15 @@ def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str,
     for index, state in enumerate(states.astype(np.float32)):
         for n in windows:
             before, started = predictor.run_seconds, time.perf_counter()
-            result = predictor.decode_frame(state, index, seeds=1, frames=index, verify_size=n, mode=options["mode"])
+            result = predictor.decode_frame(
+                state, [index] * rows, seeds=list(range(1, rows + 1)), frames=index, verify_size=n, mode=options["mode"]
+            )
             elapsed = time.perf_counter() - started
             if index >= options["warmup"]:
                 times[n].append(1000 * elapsed)
                 engine_ms[n].append(1000 * (predictor.run_seconds - before))
-                stats[n].add_frame(result.rounds[0])
+                for rounds in result.rounds:
+                    stats[n].add_frame(rounds)
     return [row(n, times[n], engine_ms[n], stats[n]) for n in windows]
 
 
@@ -215,6 +220,8 @@ def processor_name() -> str:
 
 def table(report: dict[str, Any]) -> str:
     lines = [" ".join(f"{key}={value}" for key, value in report["machine"].items()), " ".join(sys.argv)]
+    if report["options"]["batch"] != "1":
+        lines.append(f"a frame is of {report['options']['batch']} rows; passes and codes are those of a row")
     for executor, passes in report["pass_us"].items():
         times = ", ".join(f"{t['median']:.1f} us at {n}" for n, t in passes.items())
         lines.append(f"one pass of the {executor}, by positions: {times}")
