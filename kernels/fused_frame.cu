@@ -88,24 +88,27 @@ struct Model {
 
 // ------------------------------------------------------------------------------------------------------------ products
 
-// A matrix [OUT, IN] of which each block owns GROUPS groups of 8 rows, and each warp UNITS units of 32 inner values.
-// Packed [block, warp, unit, group, row of 8, quarter of 4, 8 values]: 512 bytes a unit and group, 16 a lane.
+// A matrix [OUT, IN] in slabs, of each of which a block owns GROUPS groups of 8 rows, and each warp UNITS units of 32 inner
+// values. Packed [slab, block, warp, unit, group, row of 8, quarter of 4, 8 values]: 512 bytes a unit and group, 16 a lane.
 // Of a PAIRED matrix every second group belongs to the second of two matrices side by side.
 template <int IN_, int OUT_, bool PAIRED_ = false>
 struct Product {
   static constexpr int IN = IN_, OUT = OUT_;
   static constexpr bool PAIRED = PAIRED_;
   static constexpr int STEP = PAIRED ? 16 : 8;  // rows that stay together
-  static constexpr int GROUPS = (OUT / STEP + CTAS - 1) / CTAS * (STEP / 8);
+  static constexpr int ALL_GROUPS = (OUT / STEP + CTAS - 1) / CTAS * (STEP / 8), MOST_GROUPS = (MAX_GROUPS * 8 > STEP ? MAX_GROUPS * 8 / STEP : 1) * (STEP / 8);
+  static constexpr int GROUPS = ALL_GROUPS < MOST_GROUPS ? ALL_GROUPS : MOST_GROUPS;
   static constexpr int ROWS = GROUPS * 8;
+  static constexpr int SLABS = (OUT + CTAS * ROWS - 1) / (CTAS * ROWS);
   static constexpr int UNITS = (IN / 32 + WARPS_A_BLOCK - 1) / WARPS_A_BLOCK;
   static constexpr int UNIT_BYTES = GROUPS * 512;
   static constexpr int WARP_BYTES = UNITS * UNIT_BYTES;
   static constexpr int PART_BYTES = WARPS_A_BLOCK * WARP_BYTES;  // of a block
   static constexpr int PART_CHUNKS = (PART_BYTES + CHUNK_BYTES - 1) / CHUNK_BYTES;
-  static constexpr u64 BYTES = u64(CTAS) * PART_BYTES;
+  static constexpr u64 BYTES = u64(SLABS) * CTAS * PART_BYTES;
   static_assert(PART_CHUNKS <= CHUNKS, "the ring is too small for this matrix");
-  __device__ __forceinline__ static bool mine() { return int(blockIdx.x) * ROWS < OUT; }
+  __device__ __forceinline__ static int first_row(int slab) { return (slab * CTAS + int(blockIdx.x)) * ROWS; }
+  __device__ __forceinline__ static bool mine(int slab) { return first_row(slab) < OUT; }
 };
 using Projection = Product<HT, H>;
 using Qkv = Product<H, Q_WIDTH + 2 * KV_WIDTH>;
@@ -117,7 +120,7 @@ using Head = Product<H, V>;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS : 0, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
 constexpr int PADDING = 4;
-constexpr int BODY_PARTS = (HAS_PROJECTION ? 1 : 0) + LAYERS * 4;
+constexpr int BODY_PARTS = (HAS_PROJECTION ? Projection::SLABS : 0) + LAYERS * (Qkv::SLABS + Out::SLABS + GateUp::SLABS + Down::SLABS);
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int FEW_COLUMNS = 2;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
@@ -214,7 +217,7 @@ struct Attention {
 struct Block {
   Model model;
   Exchange exchange;
-  Part body[BODY_PARTS], head;
+  Part body[BODY_PARTS], head[Head::SLABS];
   int body_parts;
   // What will be used, in its order, and how much was said and taken.
   u32 queue[8], pushed, taken;
@@ -295,7 +298,8 @@ struct Producer {
       if (what == BODY) {
         for (int i = 0; i < block.body_parts; i++) copy(block.body[i], 0);
       } else {
-        for (u32 heads = what; heads; heads &= heads - 1) copy(block.head, u64(__ffs(heads) - 1) * Head::BYTES);
+        for (u32 heads = what; heads; heads &= heads - 1)
+          for (const Part& part : block.head) copy(part, u64(__ffs(heads) - 1) * Head::BYTES);
       }
     }
   }
@@ -364,26 +368,28 @@ struct Stream {
   }
 };
 
-// Where the block's part of a matrix lies; of no bytes where it has no rows of it.
+// Lists where the block's parts of a matrix lie; of no bytes where it has no rows of a slab.
 template <class P>
-__device__ __forceinline__ Part part_of(u64 start) {
-  return {u32((start + u64(blockIdx.x) * P::PART_BYTES) / 16), P::mine() ? u32(P::PART_BYTES) : 0};
+__device__ __forceinline__ Part* list_parts(Part* to, u64 start) {
+  for (int slab = 0; slab < P::SLABS; slab++)
+    *to++ = {u32((start + u64(slab * CTAS + int(blockIdx.x)) * P::PART_BYTES) / 16), P::mine(slab) ? u32(P::PART_BYTES) : 0};
+  return to;
 }
 
 constexpr u64 QKV_AT = HAS_PROJECTION ? Projection::BYTES : 0, OUT_AT = QKV_AT + LAYERS * Qkv::BYTES, GATE_UP_AT = OUT_AT + LAYERS * Out::BYTES,
               DOWN_AT = GATE_UP_AT + LAYERS * GateUp::BYTES, HEADS_AT = DOWN_AT + LAYERS * Down::BYTES;
 
 __device__ __forceinline__ void list_body(Block& block, bool projected) {
-  int count = 0;
-  if (HAS_PROJECTION && projected) block.body[count++] = part_of<Projection>(0);
+  Part* to = block.body;
+  if (HAS_PROJECTION && projected) to = list_parts<Projection>(to, 0);
   for (int layer = 0; layer < LAYERS; layer++) {
-    block.body[count++] = part_of<Qkv>(QKV_AT + layer * Qkv::BYTES);
-    block.body[count++] = part_of<Out>(OUT_AT + layer * Out::BYTES);
-    block.body[count++] = part_of<GateUp>(GATE_UP_AT + layer * GateUp::BYTES);
-    block.body[count++] = part_of<Down>(DOWN_AT + layer * Down::BYTES);
+    to = list_parts<Qkv>(to, QKV_AT + layer * Qkv::BYTES);
+    to = list_parts<Out>(to, OUT_AT + layer * Out::BYTES);
+    to = list_parts<GateUp>(to, GATE_UP_AT + layer * GateUp::BYTES);
+    to = list_parts<Down>(to, DOWN_AT + layer * Down::BYTES);
   }
-  block.body_parts = count;
-  block.head = part_of<Head>(HEADS_AT);
+  block.body_parts = int(to - block.body);
+  list_parts<Head>(block.head, HEADS_AT);
 }
 
 // Barriers of a block: of those who multiply (__syncthreads), of them and those who add, two for each of the sums, whether
@@ -525,7 +531,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
 // Those who add, for one tile: a thread has four rows of a column, always the same of a state. First, eight lanes a column,
 // the inverse root of its mean square.
 template <class P, class Task>
-__device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int tile, u32 wanted, const Task& task) {
+__device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int slab, int tile, u32 wanted, const Task& task) {
   constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4, ALL = ADDERS * 32;
   const int thread = threadIdx.x - THREADS;
   typename Task::Place early = {};
@@ -543,7 +549,7 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int t
   bool waited = false;
 #pragma unroll 1
   for (int first = 0; first < TILE * FOURS; first += ALL) {
-    const int index = first + thread, place = index / FOURS, local = index % FOURS * 4, out = blockIdx.x * OUTS + local;
+    const int index = first + thread, place = index / FOURS, local = index % FOURS * 4, out = P::first_row(slab) / (P::ROWS / OUTS) + local;
     const bool valid = place < TILE && (wanted >> place & 1) && out < LAST;
     if (valid) early = task.place(tile * TILE + place, out);
     if (!waited) named_sync(full(stream.turn), TEAM);
@@ -573,24 +579,29 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int t
 // All who multiply or add: each block's rows of a matrix times `tiles` tiles of columns.
 template <class P, class Task>
 __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles, const Task& task) {
-  bool left = true;  // something to be done with this part
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; tile++) {
-    const u32 wanted = task.wanted(tile);
-    if (!wanted) continue;
-    left = tile < tiles - 1;
-    if (!P::mine()) {
-      u32 polls = 0;
-      while (__any_sync(ALL_LANES, task.tag().stale(load_whole(task.row(tile * TILE + __ffs(wanted) - 1))))) poll_again(polls);
-      continue;
+  for (int slab = 0; slab < P::SLABS; slab++) {
+    const bool mine = P::mine(slab);
+    if (!mine && slab > 0) break;
+    bool left = true;  // something to be done with this part
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; tile++) {
+      const u32 wanted = task.wanted(tile);
+      if (!wanted) continue;
+      left = tile < tiles - 1;
+      if (!mine) {
+        u32 polls = 0;
+        while (__any_sync(ALL_LANES, task.tag().stale(load_whole(task.row(tile * TILE + __ffs(wanted) - 1))))) poll_again(polls);
+        continue;
+      }
+      if (stream.adds()) add_tile<P>(stream, block.sums[stream.turn], slab, tile, wanted, task);
+      else multiply_tile<P>(stream, block.sums[stream.turn], tile, wanted, !left, task);
+      stream.turn ^= 1;
     }
-    if (stream.adds()) add_tile<P>(stream, block.sums[stream.turn], tile, wanted, task);
-    else multiply_tile<P>(stream, block.sums[stream.turn], tile, wanted, !left, task);
-    stream.turn ^= 1;
+    if (!mine) break;
+    if (left && !stream.adds()) stream.done<P>();
+    stream.advance<P>();
   }
-  if (!P::mine()) return;
-  if (left && !stream.adds()) stream.done<P>();
-  stream.advance<P>();
 }
 
 template <bool NORMED_>

@@ -163,6 +163,22 @@ def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> Non
         np.testing.assert_array_equal(found.embedded, case.host.embed_frame(found.codes))
 
 
+def test_few_blocks_take_a_matrix_in_slabs(engine: Path, make_kernels: Any) -> None:
+    case = Case(engine, make_kernels, blocks=4, shared_bytes=44_000)
+    slabs = {name: product.slabs for name, product in case.plan.products.items()}
+    assert slabs["qkv"] > 1
+    assert slabs["gate_up"] > 1
+    assert slabs["heads"] > 2
+    hidden, code0 = case.states(2)
+    for verify_size in (0, 3):
+        found = case.model.frame(hidden, code0, [(PARAMS[0], 1, 4), (PARAMS[1], 2, 4)], drafts=max(verify_size - 1, 0))
+        wanted = case.host.decode_frame(
+            hidden, code0, params=PARAMS[:2], seeds=[1, 2], frames=4, verify_size=verify_size
+        )
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+        assert found.rounds == wanted.rounds
+
+
 def test_coupled_codes_are_those_of_plain_decoding_for_every_window(case: Case) -> None:
     hidden, code0 = case.states(2, seed=5)
     draws = [(PARAMS[row], 3 + row, 9) for row in range(2)]
@@ -204,11 +220,16 @@ def test_packing_deals_every_weight_out_once() -> None:
     matrix = np.arange(1, 40 * 96 + 1, dtype=np.uint16).reshape(40, 96)
     packed = product.pack(matrix)
     assert packed.nbytes == product.nbytes == 3 * product.part_bytes
+    assert product.slabs == 1
     assert product.groups == 2
     assert product.units == 2
     np.testing.assert_array_equal(np.sort(packed[packed > 0]), matrix.reshape(-1))
     # Block 1, warp 0, unit 1, group 1, row 3: row 16 + 8 + 3 of the matrix, inner values 32 to 63.
-    np.testing.assert_array_equal(packed[1, 0, 1, 1, 3], matrix[27, 32:64])
+    np.testing.assert_array_equal(packed[0, 1, 0, 1, 1, 3], matrix[27, 32:64])
+    slabs = replace(product, max_groups=1)
+    assert slabs.slabs == 2
+    # Slab 1, block 0, warp 1, unit 0, group 0, row 3: row 24 + 3, inner values 64 to 95.
+    np.testing.assert_array_equal(slabs.pack(matrix)[1, 0, 1, 0, 0, 3], matrix[27, 64:96])
 
 
 def test_both_sides_of_a_gated_product_go_to_one_block() -> None:
@@ -227,13 +248,19 @@ def test_both_sides_of_a_gated_product_go_to_one_block() -> None:
         ({"hidden_size": 1000}, "hidden_size is 1000, it must be a multiple of 32"),
         ({"vocab_size": 8192}, "the codebook has 8192 codes"),
         ({"num_code_groups": 40}, "num_code_groups is 40, at most 33 are possible"),
-        ({"shared_bytes": 49_152}, "needs more shared memory than the 49152 bytes of a block here"),
+        ({"shared_bytes": 49_152}, "needs more shared memory than the 49152 bytes of a block here: 12 chunks of 4096"),
     ],
 )
 def test_what_the_kernel_cannot_run_is_said(changes: dict[str, Any], reason: str) -> None:
     assert released_plan().refusal() is None
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(released_plan(**changes).refusal())
+
+
+@pytest.mark.parametrize(("blocks", "shared_bytes"), [(132, 232_448), (128, 101_376), (84, 101_376), (16, 166_912)])
+def test_the_released_size_fits_many_gpus(blocks: int, shared_bytes: int) -> None:
+    """Of compute capability 9.0, 8.9, 8.6 and 8.7: multiprocessors, and shared memory of a block."""
+    assert released_plan(blocks=blocks, shared_bytes=shared_bytes).refusal() is None
 
 
 def test_the_executor_needs_a_device(engine_of_bf16: Path) -> None:

@@ -26,6 +26,8 @@ from .tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, TensorFile
 
 THREADS = 256
 MAX_BATCH = 8
+MAX_GROUPS = 8
+"""Groups of 8 rows of a matrix that a block takes at once, at most: registers hold their sums."""
 MIN_COMPUTE_CAPABILITY = (8, 0)
 UNIT = 32
 """Inner values of a weight unit."""
@@ -55,11 +57,18 @@ class Product:
     blocks: int
     warps: int
     step: int = 8
+    max_groups: int = MAX_GROUPS
 
     @property
     def groups(self) -> int:
-        """Groups of 8 rows of a block."""
-        return -(-(self.outer // self.step) // self.blocks) * (self.step // 8)
+        """Groups of 8 rows of a block in each slab."""
+        pairs = self.step // 8
+        return min(-(-(self.outer // self.step) // self.blocks), max(self.max_groups // pairs, 1)) * pairs
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of the matrix: as many rows of it as all blocks take at once."""
+        return -(-self.outer // (self.blocks * self.groups * 8))
 
     @property
     def units(self) -> int:
@@ -74,15 +83,15 @@ class Product:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed matrix."""
-        return self.blocks * self.warps * self.units * self.unit_bytes
+        return self.slabs * self.blocks * self.part_bytes
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a block's part of the matrix."""
+        """Bytes of a block's part of a slab."""
         return self.warps * self.units * self.unit_bytes
 
     def pack(self, matrix: Words) -> Words:
-        """Return a matrix as the kernel streams it: ``[block, warp, unit, group, row of 8, 32 values]``, padded with 0.
+        """Return a matrix as the kernel streams it, padded with 0: ``[slab, block, warp, unit, group, row of 8, 32]``.
 
         Parameters
         ----------
@@ -98,11 +107,11 @@ class Product:
             raise EngineError(
                 f"a matrix has shape {list(matrix.shape)}, config.json asks for {[self.outer, self.inner]}"
             )
-        rows, columns = self.blocks * self.groups * 8, self.warps * self.units * UNIT
+        rows, columns = self.slabs * self.blocks * self.groups * 8, self.warps * self.units * UNIT
         whole = np.zeros((rows, columns), np.uint16)
         whole[: self.outer, : self.inner] = matrix
-        parts = whole.reshape(self.blocks, self.groups, 8, self.warps, self.units, UNIT)
-        return np.ascontiguousarray(parts.transpose(0, 3, 4, 1, 2, 5))
+        parts = whole.reshape(self.slabs, self.blocks, self.groups, 8, self.warps, self.units, UNIT)
+        return np.ascontiguousarray(parts.transpose(0, 1, 4, 5, 2, 3, 6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +148,11 @@ class FusedPlan:
     @property
     def products(self) -> dict[str, Product]:
         """The matrices of the model, by name."""
-        d, deal = self.spec.decoder, {"blocks": self.blocks, "warps": self.threads // 32}
+        return self._products(self._deal()[0])
+
+    def _products(self, max_groups: int) -> dict[str, Product]:
+        d = self.spec.decoder
+        deal = {"blocks": self.blocks, "warps": self.threads // 32, "max_groups": max_groups}
         heads = d.num_attention_heads * d.head_dim
         both = heads + 2 * d.num_key_value_heads * d.head_dim
         return {
@@ -151,33 +164,38 @@ class FusedPlan:
             "heads": Product(inner=d.hidden_size, outer=d.vocab_size, **deal),
         }
 
-    def chunks(self) -> int:
-        """Return how many chunks the ring of a block has: as many as fit.
+    def _deal(self) -> tuple[int, int]:
+        """Return how many groups of rows a block takes at once, and how many chunks the ring of a block then has.
 
         Raises
         ------
         EngineError
-            Shared memory is too small for the widest matrix on this grid.
+            Shared memory is too small, however few the rows.
         """
-        products, warps = list(self.products.values()), self.threads // 32
-        rows = max(product.groups for product in products) * 8
+        needed = chunks = 0
+        for max_groups in range(MAX_GROUPS, 0, -1):
+            products = list(self._products(max_groups).values())
+            chunks = (self.shared_bytes - self._fixed_bytes(max(p.groups for p in products) * 8)) // CHUNK_BYTES
+            needed = max(-(-product.part_bytes // CHUNK_BYTES) for product in products)
+            if needed <= chunks:
+                return max_groups, chunks
+        raise EngineError(
+            f"the fused kernel needs more shared memory than the {self.shared_bytes} bytes of a block here: "
+            f"{needed} chunks of {CHUNK_BYTES} for the widest rows, there is room for {max(chunks, 0)}"
+        )
+
+    def _fixed_bytes(self, rows: int) -> int:
+        """Return the shared memory of a block beside its ring, for sums of so many rows."""
+        d, warps = self.spec.decoder, self.threads // 32
         sums = 2 * 8 * (warps * (rows + _PADDING) + 1) * 4
-        d = self.spec.decoder
         vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
         attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
-        free = self.shared_bytes - _RESERVED_BYTES - constants - sums - max(attention, _SELECT_BYTES)
-        chunks, needed = free // CHUNK_BYTES, max(-(-product.part_bytes // CHUNK_BYTES) for product in products)
-        if chunks < needed:
-            raise EngineError(
-                f"the fused kernel needs more shared memory than the {self.shared_bytes} bytes of a block here, for "
-                f"{needed} chunks of the widest matrix on {self.blocks} multiprocessors"
-            )
-        return chunks
+        return _RESERVED_BYTES + constants + sums + max(attention, _SELECT_BYTES)
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
-        d, chunks = self.spec.decoder, self.chunks()
+        d, (max_groups, chunks) = self.spec.decoder, self._deal()
         return {
             "V": str(d.vocab_size), "G": str(self.spec.num_code_groups), "H": str(d.hidden_size),
             "HT": str(self.spec.talker_hidden_size), "THREADS": str(self.threads), "WEIGHT": self.dtype,
@@ -185,7 +203,7 @@ class FusedPlan:
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
             "IN_FLIGHT": str(min(IN_FLIGHT, chunks)),
-            "PARTICIPANTS": str(self.threads), "HELPERS": str(HELPERS),
+            "PARTICIPANTS": str(self.threads), "HELPERS": str(HELPERS), "MAX_GROUPS": str(max_groups),
             "MAX_BATCH": str(self.max_batch), "MAX_COPIES": str(MAX_COPIES),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
             "SHARED_BYTES": str(self.shared_bytes),
@@ -217,7 +235,7 @@ class FusedPlan:
         if self.dtype not in ("F16", "BF16"):
             return f"the weights are {self.dtype}, they must be FP16 or BF16 (cpspec-build --precision fp16)"
         try:
-            self.chunks()
+            self._deal()
         except EngineError as error:
             return str(error)
         return None
