@@ -536,14 +536,16 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int s
   const int thread = threadIdx.x - THREADS;
   typename Task::Place early = {};
   if constexpr (Task::NORMED) {
-    MeanSquare square;
     const int place = thread / 8;
     const bool mine = place < TILE && (wanted >> place & 1);
-    const uint4* const squares = task.squares(tile * TILE + (mine ? place : __ffs(wanted) - 1));
-    u32 polls = 0;
-    while (__any_sync(ALL_LANES, square.load(squares, task.use()))) poll_again(polls);
-    const float inverse = square.inverse_root();
-    if (mine) sums.inverse[place] = inverse;
+    if (wanted >> (thread / 32 * 4) & 15) {  // one of the warp's columns
+      MeanSquare square;
+      const uint4* const squares = task.squares(tile * TILE + (mine ? place : __ffs(wanted) - 1));
+      u32 polls = 0;
+      while (__any_sync(ALL_LANES, square.load(squares, task.use()))) poll_again(polls);
+      const float inverse = square.inverse_root();
+      if (mine) sums.inverse[place] = inverse;
+    }
     named_sync(7, ALL);
   }
   bool waited = false;
