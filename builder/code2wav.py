@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from trt_cpspec.config import Section
+from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError
 
 from .checkpoint import Weights
@@ -245,7 +246,7 @@ def _write(
     with GraphWriter(out_dir, config["model_type"]) as graph:
         writer(graph, weights, spec, progress).build()
         graph.save()
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_file(out_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _engine_config(model_type: str, spec: CodecSpec) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
+from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError, EngineError, did_you_mean
 
 from .profile import DYNAMIC, GraphInput, Profile, ShapeRange
-from .sidecar import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +332,7 @@ def build_plan(
         raise EngineError(f"{title_of(trt)} cannot build the engine{_quoted(log)}")
     del parser  # the network refers to its weights until here
     if cache is not None:
-        write_atomically(cache, bytes(config.get_timing_cache().serialize()))
+        write_file(cache, bytes(config.get_timing_cache().serialize()))
     report("built", 1.0)
     return Plan(content=content, profiles=found, record=record)
 

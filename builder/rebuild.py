@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trt_cpspec import __version__
 from trt_cpspec.config import MAX_VERIFY_SIZE
+from trt_cpspec.durable import UNFINISHED, clear_unfinished
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.runtime import GRAPH_FILE
 
@@ -256,6 +257,8 @@ class _Job:
 
     def reason_to_build(self, backend: Backend | None) -> str | None:
         """Say why the plan must be built; None where the one in place serves."""
+        if (self.target / UNFINISHED).exists():
+            return "an earlier build was stopped while it put its files in place"
         if not (self.target / self.plan_name).is_file():
             return "there is no plan yet"
         if not self.record:
@@ -314,8 +317,7 @@ class _Job:
         report("writing", None)
         self.target.mkdir(parents=True, exist_ok=True)
         if not self.options.only_code_predictor and self.source != self.target:
-            for path in sidecar.side_files(self.source):
-                sidecar.copy_atomically(path, self.target / path.name)
+            sidecar.replace_files(sidecar.side_files(self.source), self.target)
         built = Profiles(contract=self.profiles.contract, profiles=plan.profiles)
         record = {
             "builder": f"trt_cpspec {__version__}",
@@ -329,6 +331,7 @@ class _Job:
         }
         config = sidecar.with_record(self.config, self._limit_keys(), record)
         sidecar.install(self.target, self.plan_name, plan.content, config, backup=self.options.backup)
+        clear_unfinished(self.target)
 
     def _verify_size(self, built: Profiles) -> int | None:
         return built.verify_size(self.limits.max_batch_size) if self.kind is Kind.CODE_PREDICTOR else None

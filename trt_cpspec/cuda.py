@@ -54,8 +54,8 @@ class Device:
             raise EngineError(f"CUDA device {ordinal} does not exist, there are {count}")
         device = self.call("cuDeviceGet", ordinal)
         self._device = device
-        self._context = self.call("cuDevicePrimaryCtxRetain", device)
-        self._thread = -1
+        self.context = self.call("cuDevicePrimaryCtxRetain", device)
+        self._current = threading.local()
         self.make_current()
         self.compute_capability = (
             self.attribute("COMPUTE_CAPABILITY_MAJOR"),
@@ -64,6 +64,7 @@ class Device:
         self.name = self.call("cuDeviceGetName", 128, device).split(b"\0")[0].decode().strip()
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = int(self.call("cuStreamCreate", flags))
+        weakref.finalize(self, _release, driver, self.context, "cuStreamDestroy", self.stream)
 
     def attribute(self, name: str) -> int:
         """Return a number of the device, by the driver's name of it without ``CU_DEVICE_ATTRIBUTE_``."""
@@ -72,10 +73,10 @@ class Device:
 
     def make_current(self) -> None:
         """Make its context the calling thread's: the thread that uses a device need not be the one that opened it."""
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self.call("cuCtxSetCurrent", self._context)
-            self._thread = thread
+        # Not by the thread's number, which the next thread takes over when one has ended.
+        if not getattr(self._current, "is_set", False):
+            self.call("cuCtxSetCurrent", self.context)
+            self._current.is_set = True
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function and return its result; any status but success is an EngineError."""
@@ -100,7 +101,7 @@ class Device:
         nbytes = max(int(np.prod(shape)) * kind.itemsize, 1)
         address = int(self.call("cuMemHostAlloc", nbytes, 0))
         buffer = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(buffer, _release, self.driver.cuMemFreeHost, address)
+        weakref.finalize(buffer, _release, self.driver, self.context, "cuMemFreeHost", address)
         flat: NDArray[Any] = np.frombuffer(memoryview(buffer), kind, int(np.prod(shape)))
         array = flat.reshape(shape)
         array[...] = 0
@@ -156,14 +157,14 @@ class Device:
         self, graph: Any, before: Callable[[], None], body: Callable[[int], None], after: Callable[[], None]
     ) -> None:
         driver = self.driver
-        handle = self.call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)  # 1 at each launch
+        handle = self.call("cuGraphConditionalHandleCreate", graph, self.context, 1, 1)  # 1 at each launch
         first = self._add_child(graph, [], before)
         parameters = driver.CUgraphNodeParams()
         parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         parameters.conditional.handle = handle
         parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         parameters.conditional.size = 1
-        parameters.conditional.ctx = self._context
+        parameters.conditional.ctx = self.context
         # cuda-python 12 has the call with edge data under a name of its own, 13 under the plain one.
         add_node = "cuGraphAddNode_v2" if hasattr(driver, "cuGraphAddNode_v2") else "cuGraphAddNode"
         loop = self.call(add_node, graph, [first], None, 1, parameters)
@@ -201,7 +202,7 @@ class DeviceArray:
         self.device, self.shape, self.dtype = device, shape, dtype
         self.nbytes = int(np.prod(shape)) * dtype.itemsize
         self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
-        weakref.finalize(self, _release, device.driver.cuMemFree, self.address)
+        weakref.finalize(self, _release, device.driver, device.context, "cuMemFree", self.address)
 
     def zero(self) -> None:
         """Zero it, on the stream."""
@@ -214,7 +215,7 @@ class Graph:
     def __init__(self, device: Device, graph: Any) -> None:
         self._device = device
         self._executable = device.call("cuGraphInstantiate", graph, 0)
-        weakref.finalize(self, _release, device.driver.cuGraphExecDestroy, self._executable)
+        weakref.finalize(self, _release, device.driver, device.context, "cuGraphExecDestroy", self._executable)
         device.call("cuGraphDestroy", graph)
 
     def launch(self) -> None:
@@ -222,6 +223,9 @@ class Graph:
         self._device.call("cuGraphLaunch", self._executable, self._device.stream)
 
 
-def _release(function: Callable[[Any], Any], handle: Any) -> None:
+def _release(driver: Any, context: Any, function: str, handle: Any) -> None:
+    # The thread that drops the last reference may never have used the device, and without its context frees nothing.
     # At interpreter exit the driver may be gone: nothing is left to free then, and nobody to tell.
-    function(handle)
+    driver.cuCtxPushCurrent(context)
+    getattr(driver, function)(handle)
+    driver.cuCtxPopCurrent()

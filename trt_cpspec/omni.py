@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
 from .talker import Prompt, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
+from .turns import Turn
 
 DEFAULT_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 DEFAULT_MAX_TOKENS = 256
@@ -109,7 +111,8 @@ class PreparedChat:
 class Qwen3Omni:
     """Qwen3-Omni on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Not safe for use from several threads at once.
+    Safe for use from several threads: batches are answered and spoken one after the other (see
+    :class:`~trt_cpspec.pipeline.SpeechModel`, whose lock it shares).
     """
 
     def __init__(self, thinker: Thinker, tokenizer: ChatTokenizer, voice: SpeechModel | None) -> None:
@@ -117,6 +120,7 @@ class Qwen3Omni:
         self.tokenizer = tokenizer
         self.voice = voice
         self.times = voice.times if voice is not None else StageTimes()
+        self._turn = Turn(voice.lock if voice is not None else threading.RLock())
 
     @classmethod
     def from_engine_dir(
@@ -310,10 +314,11 @@ class Qwen3Omni:
             Answer(prompt_ids=chat.prompt_ids, params=chat.params, seed=chat.seed, max_tokens=chat.max_tokens)
             for chat in batch
         ]
-        self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
-        if self.voice is None:
-            return [self._result(answer, None) for answer in answers]
-        speeches = self._speak(self.voice, batch, answers, window, mode, progress)
+        with self._turn:
+            self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
+            if self.voice is None:
+                return [self._result(answer, None) for answer in answers]
+            speeches = self._speak(self.voice, batch, answers, window, mode, progress)
         return [self._result(answer, speech) for answer, speech in zip(answers, speeches, strict=True)]
 
     def _speak(

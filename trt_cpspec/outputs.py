@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from . import durable
 from .errors import ConfigError, CpSpecError, SpeechError
 from .guards import check_waveform
 from .requests import ChatRequest, Request
@@ -63,31 +63,26 @@ def _real_file(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place when the block ends well; make the folder."""
+    """Yield a temporary file that takes the place of ``path`` when the block ends well; make the folder."""
     path = _real_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with durable.replacing(path) as partial:
         yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        if error.filename is not None and os.fspath(error.filename) == str(partial):
-            error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as partial:
+        durable.fill(partial, content, path)
 
 
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON document."""
-    with replacing(path) as partial:
-        partial.write_bytes(json_bytes(document))
+    _write(path, json_bytes(document))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text in UTF-8."""
-    with replacing(path) as partial:
-        partial.write_bytes(text.encode())
+    _write(path, text.encode())
 
 
 def json_bytes(document: Any) -> bytes:
@@ -111,8 +106,7 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
     EngineError
         The waveform is not finite, or constant; nothing is written.
     """
-    with replacing(path) as partial:
-        partial.write_bytes(wav_bytes(waveform, sample_rate))
+    _write(path, wav_bytes(waveform, sample_rate))
 
 
 def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
@@ -243,12 +237,12 @@ def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, 
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     elif codes is None:
-        with replacing(audio) as partial_audio:
-            partial_audio.write_bytes(data)
+        _write(audio, data)
     else:
         with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
-            partial_audio.write_bytes(data)
-            partial_codes.write_bytes(save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)}))
+            durable.fill(partial_audio, data, audio)
+            stored = save({"rvq_codes": np.ascontiguousarray(speech.codes, np.int32)})
+            durable.fill(partial_codes, stored, codes)
     return {
         "audio_file": str(audio),
         "audio_samples": len(speech.waveform),

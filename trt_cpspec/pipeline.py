@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
 from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
+from .turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +138,21 @@ class PreparedRequest(Utterance):
 
 @dataclass(slots=True)
 class StageTimes:
-    """Wall-clock milliseconds of each run of each stage."""
+    """Wall-clock times of the runs of each stage: their number, sum and extremes, whatever the number.
 
-    stages: dict[str, list[float]] = field(default_factory=dict)
+    Attributes
+    ----------
+    stages : dict of str to (int, float, float, float)
+        Runs, and in milliseconds their total, the shortest and the longest.
+    """
+
+    stages: dict[str, tuple[int, float, float, float]] = field(default_factory=dict)
 
     def timed(self, stage: str, started: float) -> None:
         """Add a run that began at ``time.perf_counter() == started``."""
-        self.stages.setdefault(stage, []).append(1000 * (time.perf_counter() - started))
+        took = 1000 * (time.perf_counter() - started)
+        runs, total, least, most = self.stages.get(stage, (0, 0.0, took, took))
+        self.stages[stage] = runs + 1, total + took, min(least, took), max(most, took)
 
     def as_profile(self) -> dict[str, Any]:
         """Return the profile object: for each stage its runs and their wall-clock times."""
@@ -152,13 +160,13 @@ class StageTimes:
             "stages": [
                 {
                     "stage_id": stage,
-                    "total_runs": len(times),
-                    "total_time_ms": sum(times),
-                    "average_time_per_run_ms": sum(times) / len(times),
-                    "min_ms": min(times),
-                    "max_ms": max(times),
+                    "total_runs": runs,
+                    "total_time_ms": total,
+                    "average_time_per_run_ms": total / runs,
+                    "min_ms": least,
+                    "max_ms": most,
                 }
-                for stage, times in self.stages.items()
+                for stage, (runs, total, least, most) in dict(self.stages).items()
             ]
         }
 
@@ -166,7 +174,14 @@ class StageTimes:
 class SpeechModel:
     """Talker, CodePredictor and codec: what speaks a prompt, be it a text's or a Thinker's answer's.
 
-    Batches of several threads are spoken one after the other.
+    Safe for use from several threads: batches are spoken one after the other, and a batch of one thread waits for that
+    of another. The lock is the CodePredictor's, which may be used by itself beside it. Threads that are to speak at the
+    same time need a model each.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held while a batch is spoken.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav) -> None:
@@ -174,7 +189,8 @@ class SpeechModel:
         self.predictor = predictor
         self.codec = codec
         self.times = StageTimes()
-        self._busy = threading.Lock()
+        self.lock = predictor.lock
+        self._turn = Turn(self.lock)
         self._fastest: dict[tuple[Mode, int], dict[str, Any]] = {}
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
@@ -215,7 +231,7 @@ class SpeechModel:
         from .contexts import spoken_contexts  # noqa: PLC0415
 
         key = (checked_mode(mode), batch)
-        with self._busy:
+        with self._turn:
             if key not in self._fastest:
                 contexts, params = spoken_contexts(self, trial, count=6), self.talker.spec.defaults.subtalker
                 choice = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
@@ -245,7 +261,7 @@ class SpeechModel:
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
-        with self._busy:
+        with self._turn:
             try:
                 self._generate(rows, window, mode, progress or (lambda frames: None))
             except EngineError as error:  # nothing can be said of the rows that were still being spoken
@@ -359,7 +375,7 @@ class SpeechModel:
 class Qwen3TTS(SpeechModel):
     """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Batches of several threads are spoken one after the other.
+    Safe for use from several threads, on the terms of :class:`SpeechModel`.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,10 +43,14 @@ _DEFAULT_PARAMS = SamplingParams()
 class CodePredictor:
     """Decodes the residual codes of audio frames, for people with a Talker of their own.
 
-    Make one with :meth:`from_engine_dir`. Not safe for use from several threads at once.
+    Make one with :meth:`from_engine_dir`. :meth:`decode_frame`, :meth:`window` and :meth:`embed_frame` are safe for use
+    from several threads: frames are decoded one after the other. The methods of a pass (:meth:`prefill`,
+    :meth:`forward`, the logits) are for who holds :attr:`lock`.
 
     Attributes
     ----------
+    lock : RLock
+        Held while a frame is decoded; all that runs on the same device holds it too.
     spec : CodePredictorSpec
     num_code_groups : int
         G, the Talker's code included.
@@ -71,6 +76,7 @@ class CodePredictor:
         self._code0_embedding = code0_embedding
         self._head_session = head_session
         self._device_frames = device_frames
+        self.lock = threading.RLock()
         self._windows: dict[int, Window] = {}
         self._warned: set[str] = set()
 
@@ -248,12 +254,24 @@ class CodePredictor:
             )
         ]
         window, checked = self.window(verify_size), checked_mode(mode)
+        with self.lock:
+            return self._decode(hidden, first.astype(np.int32), draws, window, checked)
+
+    def _decode(
+        self,
+        hidden: Float32,
+        first: Codes,
+        draws: list[tuple[SamplingParams, int, int]],
+        window: Window,
+        checked: Mode,
+    ) -> FrameResult:
+        batch = len(hidden)
         self._prepare_device(batch, window, checked)
         try:
             if self._device_frames is not None:
-                return self._device_frames.decode(hidden, first.astype(np.int32), draws, window=window, mode=checked)
+                return self._device_frames.decode(hidden, first, draws, window=window, mode=checked)
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
-            return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
+            return decode_frame(self, hidden, first, rows, window=window, mode=checked)
         except (NumericsError, EngineError):
             if not isinstance(self._session, FusedSession):  # whose passes read nothing beyond their own positions
                 with suppress(EngineError):  # a device that is gone cannot be cleared: what it said before is told

@@ -25,6 +25,9 @@ PREFILL_CHUNK = 512
 
 MIN_BUCKET = 64
 
+KEPT_LENGTH = 8
+"""Passes of up to this many positions keep their buffers: steps and verify passes."""
+
 Float32 = NDArray[np.float32]
 
 
@@ -204,7 +207,9 @@ class DecoderSession:
     def _pass(self, embeds: Float32, positions: NDArray[np.int64]) -> Float32:
         binding = self._bindings.get(positions.shape[1])
         if binding is None:
-            binding = self._bindings[positions.shape[1]] = self._bind(positions.shape[1])
+            binding = self._bind(positions.shape[1])
+            if positions.shape[1] <= KEPT_LENGTH:  # prompts come in every length, and are not kept
+                self._bindings[positions.shape[1]] = binding
         np.copyto(binding.embeds, embeds)
         np.copyto(binding.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
         started = time.perf_counter()

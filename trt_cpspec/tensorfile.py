@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .durable import naming, replacing, sync
 from .errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
@@ -283,16 +283,10 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in tensors.items():
-                written = sum(
-                    file.write(encode(block, tensor.dtype, tensor.source or name)) for block in tensor.blocks()
-                )
-                if written != tensor.nbytes:
-                    raise ValueError(f"tensor {name!r} gave {written} bytes, {tensor.nbytes} were announced")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as partial, naming(path, partial), partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            written = sum(file.write(encode(block, tensor.dtype, tensor.source or name)) for block in tensor.blocks())
+            if written != tensor.nbytes:
+                raise ValueError(f"tensor {name!r} gave {written} bytes, {tensor.nbytes} were announced")
+        sync(file)
