@@ -237,6 +237,9 @@ class Weights:
         if index.is_file():
             names = Section.from_file(index).section("weight_map")
             shards = sorted({names.text(name) for name in names.values})
+            for shard in shards:
+                if Path(shard).name != shard or shard == "..":
+                    raise ConfigError(f"{index}: the shard {shard!r:.80} is no file of this folder")
         elif single.is_file():
             shards = [single.name]
         else:

@@ -28,6 +28,7 @@ from onnx import TensorProto
 from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError, EngineError, did_you_mean
 
+from .external import check_files
 from .profile import DYNAMIC, GraphInput, Profile, ShapeRange
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ class OnnxGraph:
             self._model = onnx.load(str(path), load_external_data=False)
         except Exception as error:  # protobuf's own types
             raise EngineError(f"{path} is no ONNX graph: {error}") from error
+        check_files(path, self._model)
         graph = self._model.graph
         if not graph.input or not graph.output:
             raise EngineError(f"{path} is no ONNX graph: it has no inputs or no outputs")
@@ -232,7 +234,10 @@ class OnnxGraph:
 
     def float_types(self) -> dict[str, str]:
         """Return the float type of each value by name; integers and booleans are left out."""
-        graph = onnx.shape_inference.infer_shapes(self._model).graph
+        try:
+            graph = onnx.shape_inference.infer_shapes(self._model).graph
+        except Exception as error:  # its own type, and protobuf's
+            raise EngineError(f"{self.path}: the types of its values cannot be inferred: {error}") from error
         types = {
             item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)
         }

@@ -234,7 +234,12 @@ class _Job:
         """Return the options, for the recorded devices where none is named: a rebuild must not change the target."""
         if given.compute_capabilities or self.record.get("flavour") != "tensorrt_rtx":
             return given
-        return replace(given, compute_capabilities=tuple(self.record.get("compute_capabilities") or ()))
+        recorded = self.record.get("compute_capabilities")
+        known = tuple(map(str, recorded)) if isinstance(recorded, list) else ()
+        try:
+            return replace(given, compute_capabilities=known)
+        except ConfigError as error:
+            raise ConfigError(f"{self.target / sidecar.CONFIG_FILE}: {error}") from error
 
     def _profiles(self, verify_size: int) -> Profiles:
         limits = _replaced(self.limits, max_verify_size=verify_size)
@@ -252,7 +257,7 @@ class _Job:
     def _recorded_profiles(self) -> dict[str, Profile]:
         try:
             return profiles_from_json(self.record.get("profiles", []))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return {}
 
     def reason_to_build(self, backend: Backend | None) -> str | None:

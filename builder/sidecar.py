@@ -22,6 +22,7 @@ from typing import Any
 from trt_cpspec.durable import (
     PARTIAL_SUFFIX,
     UNFINISHED,
+    check_inside,
     copy_file,
     fill,
     mark_unfinished,
@@ -132,6 +133,7 @@ def replace_files(sources: Iterable[Path], folder: Path) -> None:
     pairs: list[tuple[Path, Path]] = []
     try:
         for source in sources:
+            check_inside(source, source.parent)
             target = folder / source.name
             if not _are_equal(source, target):
                 pairs.append((new_partial(target), target))
@@ -184,9 +186,10 @@ def recover(folder: Path) -> None:
     pending = folder / NEXT_FILE
     if not pending.is_file():
         return
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         config = json.loads(pending.read_text(encoding="utf-8"))
-        if plan_fault(folder, record_of(config)["plan"]["file"], config) is None:
+        name = record_of(config)["plan"]["file"]
+        if name in PLAN_FILES and plan_fault(folder, name, config) is None:
             replace(pending, folder / CONFIG_FILE)
     pending.unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ from .errors import EngineError
 PARTIAL_SUFFIX = ".partial"
 """Ends the name of a file that is not complete; it begins with a dot."""
 
-_BLOCK_BYTES = 8 * 1024 * 1024
+_BLOCK_BYTES = 1024 * 1024
 
 
 def new_partial(path: Path) -> Path:
@@ -138,4 +138,20 @@ def check_finished(component: Path) -> None:
         raise EngineError(
             f"{folder} holds files of two builds: cpspec-build was stopped while it put them in place (or does so at "
             f"this moment); run the same cpspec-build again"
+        )
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Refuse a file that is a link out of its folder: what it leads to was not named.
+
+    Raises
+    ------
+    EngineError
+        With the place that it leads to.
+    """
+    real = path.resolve()
+    if not real.is_relative_to(folder.resolve()):
+        raise EngineError(
+            f"{path} is a link to {real}, outside of {folder}: only what lies in the folder that was named is loaded; "
+            f"put a copy in its place"
         )

@@ -47,6 +47,14 @@ class SpeechError(EngineError):
         self.text, self.token_ids = text, token_ids
 
 
+def shown(value: object) -> str:
+    """Return the start of what a value looks like, for a message: also of an integer that Python does not print."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # thousands of digits, alone or in a list
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "something with a huge integer"
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return the tail of an error message: the closest allowed names, or all of them.
 

@@ -8,6 +8,7 @@ one launch. What the kernel does, and how its weights are packed, is in ``kernel
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -336,7 +337,7 @@ class GraphWeights:
             raise EngineError(f"{missing} does not exist; build the folder again from the checkpoint")
         try:
             self._index: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise EngineError(f"{index} is damaged ({error}); build the folder again from the checkpoint") from error
         marks = [name for name in self._index if name.endswith("layers.0.input_layernorm.weight")]
         if not marks:
@@ -363,14 +364,19 @@ class GraphWeights:
         entry = self._entry(name)
         try:
             kind = np.dtype(np.float32 if entry["dtype"] == "F32" else np.uint16)
-            return np.memmap(self._path, kind, "r", entry["offset"], tuple(entry["shape"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            shape = tuple(entry["shape"])
+            if math.prod(shape) * kind.itemsize + entry["offset"] > self._path.stat().st_size:
+                raise ValueError("it lies beyond the end of the file")
+            return np.memmap(self._path, kind, "r", entry["offset"], shape)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise EngineError(f"{self._path}: {name} cannot be read ({error}); build the folder again") from error
 
     def _entry(self, name: str) -> dict[str, Any]:
         if self._prefix + name not in self._index:
             raise EngineError(f"{self._path} has no weight {self._prefix}{name}; build the folder again")
-        entry: dict[str, Any] = self._index[self._prefix + name]
+        entry = self._index[self._prefix + name]
+        if not isinstance(entry, dict) or entry.get("dtype") not in ("F32", "F16", "BF16"):
+            raise EngineError(f"{self._path}: the index of {name} is damaged; build the folder again")
         return entry
 
 

@@ -160,7 +160,7 @@ def _verify(folder: Path, limits: Mapping[str, Any], found: list[str]) -> dict[s
     if (folder / _HEADS).is_file():
         heads = TensorFile(folder / _HEADS)
         shapes = [heads.info(name).shape for name in heads.names()]
-        depths, codebook = len(shapes), shapes[0][0] if shapes else 0
+        depths, codebook = len(shapes), shapes[0][0] if shapes and shapes[0] else 0
     else:
         reasons.append(f"there is no {_HEADS}")
     if width is None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .codec import Code2Wav
 from .config import (
     AUTO,
+    SPECIAL_CODES,
     TRIAL_TEXT,
     FinishReason,
     Mode,
@@ -33,7 +34,7 @@ from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
 from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
-from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
+from .talker import Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
 from .turns import Turn
 
@@ -523,6 +524,12 @@ class Qwen3TTS(SpeechModel):
             language=language,
             non_streaming_mode=layout,
         )
+        largest = int(max(prompt.text_ids.max(), prompt.trailing_text_ids.max()))
+        if largest >= spec.text_vocab_size:
+            raise ConfigError(
+                f"the tokenizer gives the token {largest}, the Talker knows {spec.text_vocab_size}: they are of "
+                f"different checkpoints"
+            )
         max_frames, if_cut = resolve_max_frames(spec, len(prompt.text_ids), tokens, request.max_audio_length, warnings)
         return PreparedRequest(
             prompt=prompt,

@@ -23,7 +23,7 @@ from .config import (
     resolve_window,
 )
 from .device_frame import CapturedFrames, DeviceFrames, DeviceTables
-from .errors import ConfigError, CpSpecError, EngineError, NumericsError
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError, shown
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .fused import FusedFrames, FusedSession, open_fused
 from .runtime import BUILD_HINT, DECODER_PLAN, Decoder, Runtime, checked_executor, open_runtime
@@ -399,9 +399,12 @@ class PredictorTables:
         for file in (head_file, table_file):
             if len(file.names()) != count:
                 raise EngineError(f"{file.path} has {len(file.names())} entries, num_code_groups asks for {count}")
-        heads = np.empty((count, decoder.vocab_size, decoder.hidden_size), np.float32)
+        shape = (decoder.vocab_size, decoder.hidden_size)
+        for index in range(count):  # before memory is taken for what only config.json says
+            head_file.check(f"lm_head_{index}.weight", shape)
+        heads = np.empty((count, *shape), np.float32)
         for index in range(count):
-            heads[index] = head_file.read_weight(f"lm_head_{index}.weight", heads.shape[1:])
+            heads[index] = head_file.read_weight(f"lm_head_{index}.weight", shape)
         names = [f"embedding_{index}" for index in range(count)]
         for name in names:
             table_file.check(name, (decoder.vocab_size, width))
@@ -437,7 +440,7 @@ def _rows_of(values: NDArray[Any], dimensions: int) -> NDArray[Any]:
 
 def _in_range(name: str, value: int, bits: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
-        raise ConfigError(f"{name} is {value!r:.40}; it must be an integer from 0 to 2**{bits} - 1")
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer from 0 to 2**{bits} - 1")
     return value
 
 

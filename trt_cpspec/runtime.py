@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .config import EXECUTORS, DecoderSpec, Section
 from .cuda import Device
+from .durable import check_finished, check_inside
 from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
 from .fused import fused_refusal
 from .session import DecoderSession, Float32, GraphSession, HeadSession
@@ -96,7 +97,13 @@ class Runtime:
     def graph(self, folder: Path) -> StaticGraph:
         """Open the codec's graph."""
         if self.cuda is None:
-            return GraphSession(folder / GRAPH_FILE, threads=self.threads)
+            graph = GraphSession(folder / GRAPH_FILE, threads=self.threads)
+            if graph.names != {"codes", "waveform"}:
+                raise EngineError(
+                    f"{folder / GRAPH_FILE} is no codec: its inputs and outputs are {', '.join(sorted(graph.names))}, "
+                    f"not codes and waveform; build the engine folder again with cpspec-build"
+                )
+            return graph
         return TensorRTGraphSession(self._plan(folder, CODEC_PLAN), self.cuda)
 
     def _plan(self, folder: Path, name: str) -> Plan:
@@ -104,6 +111,7 @@ class Runtime:
         path = folder / name
         if not path.is_file():
             raise EngineError(f"{path} does not exist, --device cuda needs a plan; {BUILD_HINT}")
+        check_inside(path, folder)
         record = PlanRecord.from_section(Section.from_file(folder / "config.json"), name)
         binding = import_binding(record.flavour)
         data = plan_bytes(path)
@@ -188,10 +196,12 @@ def open_runtime(
     ConfigError
         An unknown device.
     EngineError
-        ``cuda`` was asked for and cannot be had.
+        ``cuda`` was asked for and cannot be had, or a build was stopped half-way through a folder.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
+    for folder in folders:
+        check_finished(folder)
     if device == "cuda":
         return Runtime(cuda=Device(), threads=threads)
     without = [f for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]

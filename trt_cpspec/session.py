@@ -78,6 +78,11 @@ class GraphSession:
         self._session = open_graph(path, threads=threads)
         self._outputs = [output.name for output in self._session.get_outputs()]
 
+    @property
+    def names(self) -> set[str]:
+        """The names of its inputs and outputs."""
+        return {item.name for item in self._session.get_inputs()} | set(self._outputs)
+
     def run(self, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Run the graph once and return its outputs by name."""
         values = _reported(self._session.run, self._outputs, feeds)
@@ -118,6 +123,30 @@ class HeadSession:
         return row
 
 
+def decoder_inputs(spec: DecoderSpec) -> dict[str, tuple[int | None, ...]]:
+    """Return the inputs of a decoder's graph and their shapes, None where an extent varies."""
+    cache = (None, spec.num_key_value_heads, None, spec.head_dim)
+    caches = {f"past_{kind}_{index}": cache for index in range(spec.num_hidden_layers) for kind in ("key", "value")}
+    return {"inputs_embeds": (None, None, spec.hidden_size), "positions": (None, None), **caches}
+
+
+def _check_inputs(path: Path, session: Any, expected: dict[str, tuple[int | None, ...]]) -> None:
+    """Raise an EngineError when a graph has other inputs than its config asks for, before memory is taken for them."""
+    given = {item.name: list(item.shape) for item in session.get_inputs()}
+    for name in sorted(given.keys() | expected.keys()):
+        wanted, found = expected.get(name), given.get(name)
+        if wanted is None or found is None or len(wanted) != len(found):
+            raise EngineError(
+                f"{path} has not the inputs that config.json asks for: {name} is {found or 'missing'}, not "
+                f"{list(wanted) if wanted else 'known'}; build the engine folder again with cpspec-build"
+            )
+        if any(isinstance(b, int) and a is not None and a != b for a, b in zip(wanted, found, strict=True)):
+            raise EngineError(
+                f"{path}: the input {name} has shape {found}, config.json asks for {list(wanted)}; build the engine "
+                f"folder again with cpspec-build"
+            )
+
+
 def bucket_for(slots: int, capacity: int) -> int:
     """Return the smallest cache extent in use that holds ``slots``: 64, 96, 128, 192, 256, ... up to ``capacity``."""
     size = MIN_BUCKET
@@ -147,6 +176,7 @@ class DecoderSession:
     def __init__(self, path: Path, spec: DecoderSpec, *, capacity: int, threads: int | None = None) -> None:
         self._session = open_graph(path, threads=threads)
         self._spec = spec
+        _check_inputs(path, self._session, decoder_inputs(spec))
         self._max_slots = capacity + SCRATCH_SLOTS
         self._cache: dict[str, Float32] = {}
         self._bindings: dict[int, _Binding] = {}
@@ -257,4 +287,4 @@ class _Binding:
 
 
 def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
-    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    _reported(bind, name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -120,6 +121,7 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, where: str) -> None:
+        self._where = where
         self._tokenizer = checked_tokenizer(tokenizer, where)
         self._special = special_tokens(tokenizer)
         self._prefix = self._template_ids(TEXT_PREFIX, ROLE_ROWS, where)
@@ -187,7 +189,8 @@ class TextTokenizer:
         check_no_special(self._encode(text).ids, self._special, what)
 
     def _encode(self, text: str) -> Encoding:
-        return self._tokenizer.encode(text)
+        with refusing(f"{self._where}: the tokenizer cannot read the text"):
+            return self._tokenizer.encode(text)
 
     def _template_ids(self, template: str, count: int, where: str) -> list[int]:
         ids = self._encode(template).ids
@@ -198,6 +201,19 @@ class TextTokenizer:
                 f"{marks}; a Qwen3-TTS tokenizer gives {count} ids and has <|im_start|> and <|im_end|>"
             )
         return ids
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn what the tokenizer's bindings raise (bare exceptions, and panics of their Rust side) into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {error!s:.300}") from error
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -222,22 +238,16 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def _read_whole(path: Path) -> Tokenizer:
-    try:
+    with refusing(f"{path} cannot be read as a tokenizer"):
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # The bindings raise bare Exception for a file they cannot use.
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _read_parts(folder: Path) -> Tokenizer:
     config = Section.from_file(folder / "tokenizer_config.json")
     _check_config(config)
     vocab, merges = _read_vocab(folder / "vocab.json"), _read_merges(folder / "merges.txt")
-    try:
+    with refusing(f"{folder / 'merges.txt'} does not fit vocab.json"):  # a merge of tokens that the vocabulary lacks
         model = BPE(vocab=vocab, merges=merges)
-    # The bindings raise bare Exception, for example for a merge of tokens that the vocabulary lacks.
-    except Exception as error:
-        raise ConfigError(f"{folder / 'merges.txt'} does not fit vocab.json: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -295,7 +305,8 @@ def _add_tokens(tokenizer: Tokenizer, config: Section) -> None:
         entry = section.section(key)
         token = entry.text("content")
         flags = {name: entry.boolean(name) for name in ("lstrip", "normalized", "rstrip", "single_word", "special")}
-        tokenizer.add_tokens([AddedToken(token, **flags)])
+        with refusing(f"{section.where}: {token!r:.80} cannot be added"):
+            tokenizer.add_tokens([AddedToken(token, **flags)])
         if str(tokenizer.token_to_id(token)) != key:
             raise ConfigError(
                 f"{section.where}: {token!r} is stated to be {key}, but after vocab.json and the tokens before it "
