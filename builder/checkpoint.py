@@ -238,7 +238,7 @@ class Weights:
             names = Section.from_file(index).section("weight_map")
             shards = sorted({names.text(name) for name in names.values})
             for shard in shards:
-                if Path(shard).name != shard or shard == "..":
+                if Path(shard).name != shard or shard in ("", ".."):
                     raise ConfigError(f"{index}: the shard {shard!r:.80} is no file of this folder")
         elif single.is_file():
             shards = [single.name]

@@ -62,6 +62,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
+    def wrap_str_format(self, value: Any) -> None:
+        """Leave ``format`` to :meth:`is_safe_attribute`, which refuses it."""
+
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call something of a template; what a string is to be replaced by must not multiply it."""
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
