@@ -55,8 +55,9 @@ def refused(*errors: type[Exception]) -> Iterator[None]:
     """Let the block end well, or in one of the errors that it may raise; any other is a bug."""
     try:
         yield
-    except errors or CpSpecError:
-        pass
+    except CpSpecError as error:
+        if errors and not isinstance(error, errors):
+            raise
 
 
 @contextmanager
@@ -88,8 +89,11 @@ CHATS = {
 
 
 @tried(250)
-@given(content=changed(TEXTS).map(dumped) | changed(CHATS).map(dumped) | JSON_VALUES.map(dumped) | st.binary(max_size=200)
-       | damaged(json.dumps(TEXTS).encode()))  # fmt: skip
+@given(
+    content=(changed(TEXTS) | changed(CHATS) | JSON_VALUES).map(dumped)
+    | st.binary(max_size=200)
+    | damaged(json.dumps(TEXTS).encode())
+)
 def test_input_files(content: bytes, tmp_path_factory: pytest.TempPathFactory, lively: Qwen3TTS) -> None:
     path = tmp_path_factory.getbasetemp() / "hostile.json"
     path.write_bytes(content)
@@ -139,7 +143,7 @@ def test_names_write_nothing_outside(key: str, lively_engine: Path, tmp_path: Pa
         made = {str(path.relative_to(tmp_path)) for path in work.rglob("*") if path.is_file()}
         names = [f"{index}/audio/{name}" for name in ("audio_req0.wav", "audio_req1.wav")]
         names += [name.replace("audio_", "rvq_").replace(".wav", ".safetensors") for name in names]
-        names = names + [f"{index}/out.json"] if result.exit_code == 0 else []
+        names = [*names, f"{index}/out.json"] if result.exit_code == 0 else []
         assert made == {f"{index}/in/input.json", *names}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, range(len(PATHS))))
 
@@ -461,7 +465,7 @@ BOMBS = [
 def test_templates_that_would_fill_memory(template: str, chat_tokenizer: Tokenizer) -> None:
     with (
         bounded(2**22, factor=8),
-        pytest.raises(ConfigError, match="chat template (refuses the messages|cannot be read)"),
+        pytest.raises(ConfigError, match=r"template (refuses the messages|cannot be read)"),
     ):
         ChatTokenizer(chat_tokenizer, template, {}, "here").render([{"role": "user", "content": "Hi."}])
 
@@ -542,10 +546,10 @@ def set_length(weight: Any, key: str, value: str) -> None:
         (lambda w: set_location(w, "folder/secret.data"), r"is a link to .*secret\.data, outside of"),
         (lambda w: set_location(w, "none.data"), "does not exist"),
         (lambda w: set_length(w, "offset", "-4"), "'-4', which is no size"),
-        (lambda w: set_length(w, "offset", str(2**62)), "cut short or damaged"),
-        (lambda w: set_length(w, "length", str(2**62)), "cut short or damaged"),
+        (lambda w: set_length(w, "offset", str(10**17)), "cut short or damaged"),
+        (lambda w: set_length(w, "length", str(10**17)), "cut short or damaged"),
         (lambda w: set_length(w, "length", "1"), "cut short or damaged"),
-        (lambda w: w.dims.append(2**40), "impossible shape"),
+        (lambda w: w.dims.append(2**62), "impossible shape"),
         (lambda w: w.dims.append(-1), "impossible shape"),
         (lambda w: w.dims.append(2), "cut short or damaged"),
     ],
