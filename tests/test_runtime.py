@@ -60,11 +60,15 @@ class FakeDevice:
             CUDA_MEMCPY2D=SimpleNamespace, CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device")
         )
         self.captured = self.launched = 0
+        self.required: list[tuple[int, str]] = []
         self.pins: list[weakref.ref[np.ndarray]] = []
         self.at_synchronize: Callable[[], None] = lambda: None
 
     def make_current(self) -> None:
         pass
+
+    def require(self, nbytes: int, what: str) -> None:
+        self.required.append((nbytes, what))
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
         return FakeArray(shape, dtype)

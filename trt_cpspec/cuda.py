@@ -6,6 +6,7 @@ Nothing is imported from cuda-python before a :class:`Device` is made.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .errors import EngineError
+
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+_LOST = frozenset({4, 46, 100, 201, 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+"""Statuses behind which no call of the process succeeds: the device has gone, or its context is spoilt."""
+
+_LOST_HINT = "the GPU cannot be used by this process any more: start it again, and see the driver's log if that recurs"
 
 INSTALL_HINT = 'pip install "trt_cpspec[cuda]"'
 
@@ -82,8 +90,38 @@ class Device:
         """Call a driver function and return its result; any status but success is an EngineError."""
         status, *results = getattr(self.driver, function)(*arguments)
         if int(status) != 0:
-            raise EngineError(f"{function} failed: {status.name} ({int(status)})")
+            hint = f"; {_LOST_HINT}" if int(status) in _LOST else ""
+            raise EngineError(f"{function} failed: {status.name} ({int(status)}){hint}")
         return results[0] if len(results) == 1 else tuple(results)
+
+    def free_bytes(self) -> int:
+        """Return how much device memory is free."""
+        return int(self.call("cuMemGetInfo")[0])
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Compare what is about to be allocated with what is free.
+
+        Raises
+        ------
+        EngineError
+            It does not fit; the message has both numbers.
+        """
+        free = self.free_bytes()
+        if nbytes > free:
+            raise EngineError(
+                f"{what} needs {nbytes / 1e6:,.1f} MB of device memory, {free / 1e6:,.1f} MB are free on {self.name}: "
+                f"close other programs, give a smaller --batchSize, or build with a smaller --maxBatchSize or "
+                f"--maxKVCacheCapacity; cpspec inspect --memory says what an engine takes"
+            )
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate device memory and return its address; where there is too little, the error has both numbers."""
+        try:
+            return int(self.call("cuMemAlloc", nbytes))
+        except EngineError as error:
+            if _OUT_OF_MEMORY in str(error):
+                self.require(nbytes, "an array")
+            raise
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """Allocate device memory, not initialised."""
@@ -200,8 +238,8 @@ class DeviceArray:
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
-        self.nbytes = int(np.prod(shape)) * dtype.itemsize
-        self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.address = device.allocate(max(self.nbytes, 1))
         weakref.finalize(self, _release, device.driver, device.context, "cuMemFree", self.address)
 
     def zero(self) -> None:

@@ -30,12 +30,23 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     ConfigError
         The directory does not exist, holds no component, or a file in it is damaged.
     """
+    folders = component_folders(engine_dir)
+    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+
+
+def component_folders(engine_dir: Path) -> list[Path]:
+    """Return every folder at or below a directory that has a ``config.json``, sorted; a ConfigError says of none."""
     if not engine_dir.is_dir():
         raise ConfigError(f"the engine folder {engine_dir} does not exist")
     folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if not _is_hidden(path, engine_dir)]
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
-    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+    return folders
+
+
+def component_kind(section: Section) -> str:
+    """Return what the component of a ``config.json`` is, in words: ``talker``, ``code predictor``, ..."""
+    return _kind(section.values.get("model") or section.values.get("model_type"), section)
 
 
 def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
@@ -102,7 +113,7 @@ def _folder_kind(folder: Path) -> str | None:
         section = Section.from_file(folder / "config.json")
     except ConfigError:
         return None
-    return _kind(section.values.get("model") or section.values.get("model_type"), section)
+    return component_kind(section)
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -118,7 +129,7 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
     description = {
         "folder": root.resolve().name if folder == root else str(folder.relative_to(root)),
         "model": model,
-        "kind": _kind(model, section),
+        "kind": component_kind(section),
         "precision": section.values.get("precision"),
         "files": found,
         "limits": {key: limits[key] for key in _LIMITS if key in limits},

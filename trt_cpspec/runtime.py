@@ -164,6 +164,21 @@ class PlanRecord:
             raise EngineError(f"{path} is not the plan that its config.json describes (its SHA-256 differs); {again}")
 
 
+def plan_sizes(folders: Sequence[Path]) -> dict[Path, int]:
+    """Return the bytes of the plan of each component folder, 0 where there is none."""
+    plans = {folder: [folder / name for name in (DECODER_PLAN, CODEC_PLAN)] for folder in folders}
+    return {folder: sum(path.stat().st_size for path in paths if path.is_file()) for folder, paths in plans.items()}
+
+
+def _with_room(runtime: Runtime, folders: Sequence[Path]) -> Runtime:
+    """Return a runtime on a device that has room for the plans of all folders, before any of them is opened."""
+    sizes = plan_sizes(folders)
+    if runtime.cuda is not None:
+        parts = ", ".join(f"{folder.name} {size / 1e6:,.1f} MB" for folder, size in sizes.items())
+        runtime.cuda.require(sum(sizes.values()), f"opening the plans ({parts})")
+    return runtime
+
+
 def checked_executor(name: str) -> str:
     """Return the name of a CodePredictor's executor; a ConfigError names those that there are."""
     if name not in EXECUTORS:
@@ -203,7 +218,7 @@ def open_runtime(
     for folder in folders:
         check_finished(folder)
     if device == "cuda":
-        return Runtime(cuda=Device(), threads=threads)
+        return _with_room(Runtime(cuda=Device(), threads=threads), folders)
     without = [f for f in folders if not ((f / DECODER_PLAN).is_file() or (f / CODEC_PLAN).is_file())]
     fusable = executor != "engine" and without == [code_predictor]
     if device == "auto" and (fusable or not without):
@@ -216,7 +231,7 @@ def open_runtime(
         else:
             if reason is None:
                 logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")
-                return runtime
+                return _with_room(runtime, folders)
             logger.warning(
                 "%s has no plan, and the fused kernel cannot run it: %s; running on the CPU", without[0], reason
             )

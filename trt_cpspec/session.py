@@ -6,6 +6,7 @@ the graph's past and present at one address, so that no pass copies it.
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,14 @@ class DecoderSession:
     def _replace_cache(self, batch: int, slots: int) -> None:
         shape = (batch, self._spec.num_key_value_heads, slots, self._spec.head_dim)
         names = [f"{kind}_{index}" for index in range(self._spec.num_hidden_layers) for kind in ("key", "value")]
-        self._cache = {name: np.zeros(shape, np.float32) for name in names}
+        try:
+            self._cache = {name: np.zeros(shape, np.float32) for name in names}
+        except MemoryError as error:
+            megabytes = len(names) * math.prod(shape) * 4 / 1e6
+            raise EngineError(
+                f"the KV cache of {batch} row(s) and {slots} positions takes {megabytes:,.1f} MB, which this machine "
+                f"does not have: give a smaller --batchSize; cpspec inspect --memory says what an engine takes"
+            ) from error
         self._bindings = {}
         self.batch, self.slots = batch, slots
 

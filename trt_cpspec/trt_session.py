@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,8 +161,18 @@ class DecoderBuffers:
         self.plan, self._device, self._spec, self._activations = plan, device, spec, activations
         self.batch, self.slots = batch, slots
         cache_shape = (batch, spec.num_key_value_heads, slots, spec.head_dim)
+        kinds = [plan.dtype(f"past_{name}") for name in _cache_names(spec)]
+        device.require(
+            math.prod(cache_shape) * sum(kind.itemsize for kind in kinds) + self._pass_bytes(GRAPH_ROWS),
+            f"{plan.path}: the KV cache of {batch} row(s) and {slots} positions",
+        )
         self.cache = {name: device.zeros(cache_shape, plan.dtype(f"past_{name}")) for name in _cache_names(spec)}
         self._reserve(GRAPH_ROWS)
+
+    def _pass_bytes(self, length: int) -> int:
+        """Return the bytes of inputs and outputs of a pass of ``length`` positions."""
+        arrays = 2 + sum(name in self.plan.names for name in UNREAD_OUTPUTS)
+        return self.batch * length * (arrays * self._spec.hidden_size + 1) * 4
 
     def _reserve(self, length: int) -> None:
         """Allocate the buffers of a pass for up to ``length`` positions."""
@@ -178,6 +189,7 @@ class DecoderBuffers:
     def reserve(self, length: int) -> None:
         """Make sure that a pass of ``length`` positions has room. Contexts are made anew when buffers move."""
         if length > self.length:
+            self._device.require(self._pass_bytes(length), f"{self.plan.path}: a pass of {length} positions")
             self._reserve(length)
 
     def enqueue(self, length: int) -> None:
@@ -265,6 +277,7 @@ class TensorRTDecoderSession:
             plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions")
         )
         self._spec, self._max_slots, self._use_graphs = spec, capacity + SCRATCH_SLOTS, use_graphs
+        device.require(_activation_bytes(plan), f"{plan.path}: its workspace")
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._buffers: DecoderBuffers | None = None
         self._staging: dict[int, _Staging] = {}
@@ -299,6 +312,8 @@ class TensorRTDecoderSession:
         self.device.make_current()
         slots = bucket_for(positions + SCRATCH_SLOTS, self._max_slots)
         if (batch, slots) != (self.batch, self.slots):
+            if self._kept is None:  # what the last batch left is freed before the next is asked for
+                self._buffers, self._staging = None, {}
             self._replace(batch, slots)
 
     def clear(self) -> None:
@@ -399,6 +414,7 @@ class TensorRTGraphSession:
     def __init__(self, plan: Plan, device: Device) -> None:
         plan.check_names({"codes", "waveform"})
         self._plan, self._device = plan, device
+        device.require(_activation_bytes(plan), f"{plan.path}: its workspace")
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._context = _new_context(plan, self._activations)
         plan.require(self._context.set_optimization_profile_async(0, device.stream), "selecting profile 0")
