@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
-from trt_cpspec.durable import UNFINISHED, clear_unfinished, copy_file, mark_unfinished, replacing, write_file
+from trt_cpspec.durable import (
+    PARTIAL_SUFFIX,
+    STAGING,
+    UNFINISHED,
+    clear_unfinished,
+    copy_file,
+    mark_unfinished,
+    replacing,
+    write_file,
+)
 from trt_cpspec.errors import ConfigError
 from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
@@ -136,7 +145,7 @@ class EngineBuild(ABC):
         self.checkpoint, self.codec = checkpoint, codec
         self.weights = Weights(checkpoint.folder)
         self.engine_dir, self.options = engine_dir, options
-        self._staging = engine_dir / ".partial"
+        self._staging = engine_dir / STAGING
         self._lost: list[str] = []
         _check_codec(checkpoint, codec)
         _check_projection(checkpoint, self.weights)
@@ -199,6 +208,8 @@ class EngineBuild(ABC):
 
     def _recover(self) -> None:
         """Take back what a build that was killed within its commit moved; it may have left the only copies aside."""
+        for path in self.engine_dir.glob(f".*{PARTIAL_SUFFIX}"):
+            path.unlink(missing_ok=True)
         if not (self.engine_dir / UNFINISHED).exists():
             # What an earlier version left, which set no mark.
             _undo([(self.engine_dir / name, self._former / name) for name in self.folders])

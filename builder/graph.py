@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -69,7 +70,8 @@ class GraphWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._data.close()
+        with suppress(OSError) if error is not None else naming(self._data_path):
+            self._data.close()  # on a full disk it fails as the writing did, which has said so
         self._partial_data.unlink(missing_ok=True)
         self._partial_graph.unlink(missing_ok=True)
 

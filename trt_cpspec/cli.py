@@ -17,7 +17,7 @@ import click
 
 from . import outputs
 from .config import AUTO, EXECUTORS, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
-from .errors import ConfigError, CpSpecError, EngineError
+from .errors import ConfigError, CpSpecError, EngineError, out_of_memory
 from .inspection import describe_engine_dir, format_description
 from .requests import ChatRequest, Request, RequestFile, make_chat, read_chat_file, read_request_file
 
@@ -59,10 +59,7 @@ def reports_errors(function: F) -> F:
             logger.debug("where it was raised:", exc_info=True)
             raise UserError(str(error)) from error
         except MemoryError as error:
-            raise UserError(
-                f"the memory of this machine is used up ({error or 'no more can be had'}): close other programs, or "
-                f"give a smaller --batchSize; cpspec inspect --memory says what an engine takes"
-            ) from error
+            raise UserError(str(out_of_memory(error))) from error
 
     return wrapped  # type: ignore[return-value]
 

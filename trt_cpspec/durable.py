@@ -104,6 +104,9 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
+STAGING = ".partial"
+"""Where the components of an engine folder are built, until all of them are complete."""
+
 UNFINISHED = ".unfinished"
 """Lies in a folder whose files are being exchanged one by one: while it does, they are of two builds."""
 
@@ -119,21 +122,30 @@ def clear_unfinished(folder: Path) -> None:
     sync_folder(folder)
 
 
+def engine_root(component: Path) -> Path:
+    """Return the engine folder of a component: the codec of a Qwen3-Omni lies one deeper than the others."""
+    return component.parent.parent if component.parent.name == "multimodal" else component.parent
+
+
 def unfinished(component: Path) -> Path | None:
     """Return the folder, of a component or of an engine around it, that a build left half exchanged; None is well."""
-    root = component.parent.parent if component.parent.name == "multimodal" else component.parent
-    return next((folder for folder in (component, root) if (folder / UNFINISHED).exists()), None)
+    return next((folder for folder in (component, engine_root(component)) if (folder / UNFINISHED).exists()), None)
 
 
 def check_finished(component: Path) -> None:
-    """Refuse a component that is of two builds, or stands beside one of another build.
+    """Refuse a component that is of two builds, stands beside one of another build, or was never completed.
 
     Raises
     ------
     EngineError
-        A build was stopped in the middle of putting its files in place.
+        A build was stopped, in the middle of putting its files in place or before.
     """
-    folder = unfinished(component)
+    root, folder = engine_root(component), unfinished(component)
+    if folder is None and not component.exists() and (root / STAGING).is_dir():
+        raise EngineError(
+            f"{component} does not exist: cpspec-build was stopped before {root} was complete (or is at work at this "
+            f"moment); run the same cpspec-build again"
+        )
     if folder is not None:
         raise EngineError(
             f"{folder} holds files of two builds: cpspec-build was stopped while it put them in place (or does so at "

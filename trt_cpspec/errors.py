@@ -55,6 +55,14 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "something with a huge integer"
 
 
+def out_of_memory(error: MemoryError) -> EngineError:
+    """Return the library's error for a machine whose memory is used up."""
+    return EngineError(
+        f"the memory of this machine is used up ({error or 'no more can be had'}): close other programs, or give a "
+        f"smaller --batchSize; cpspec inspect --memory says what an engine takes"
+    )
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return the tail of an error message: the closest allowed names, or all of them.
 

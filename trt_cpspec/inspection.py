@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section, is_thinker, resolve_window
+from .durable import check_finished, engine_root, unfinished
 from .errors import ConfigError
 from .tensorfile import TensorFile
 
@@ -51,7 +52,7 @@ def component_kind(section: Section) -> str:
 
 def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
     """Return an entry for each component that is not there beside one of those that speak."""
-    beside = dict.fromkeys(_engine_root(folder) for folder in folders if folder.name in _TTS and folder != root)
+    beside = dict.fromkeys(engine_root(folder) for folder in folders if folder.name in _TTS and folder != root)
     within = [parent for parent in beside if parent == root or root in parent.parents]
     absent = [path for parent in within for path in _places(parent, folders) if path not in folders]
     return [
@@ -65,10 +66,6 @@ def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
         }
         for path in absent
     ]
-
-
-def _engine_root(component: Path) -> Path:
-    return component.parent.parent if component.parent.name == "multimodal" else component.parent
 
 
 def _places(root: Path, folders: list[Path]) -> list[Path]:
@@ -92,6 +89,7 @@ def check_component(folder: Path, name: str) -> None:
     ConfigError
         It holds a checkpoint, another component, or the components themselves.
     """
+    check_finished(folder)
     kind = _folder_kind(folder)
     if kind == _KINDS[name]:
         return
@@ -134,6 +132,8 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
         "files": found,
         "limits": {key: limits[key] for key in _LIMITS if key in limits},
     }
+    if unfinished(folder) is not None:
+        description["unfinished"] = "its files, or those beside it, are of two builds: run the same cpspec-build again"
     if description["kind"] == "code predictor":
         description["verify"] = _verify(folder, limits, found)
     if description["kind"] == "talker":
@@ -203,9 +203,9 @@ def _format_one(entry: dict[str, Any]) -> str:
         "files": ", ".join(entry["files"]) or "no graph and no plan",
         "limits": ", ".join(f"{key} {value}" for key, value in entry["limits"].items()) or "not stated",
     }
-    for key in ("speakers", "languages"):
+    for key in ("unfinished", "speakers", "languages"):
         if entry.get(key):
-            facts[key] = ", ".join(entry[key])
+            facts[key] = entry[key] if isinstance(entry[key], str) else ", ".join(entry[key])
     verify = entry.get("verify")
     if verify is not None:
         if verify["codebook_size"] is not None:

@@ -26,7 +26,7 @@ from .config import (
     checked_mode,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean, out_of_memory
 from .frame import CpSpecStats
 from .guards import check_waveform, cut_warning, frame_limit, speech_warnings
 from .inspection import check_component
@@ -265,10 +265,10 @@ class SpeechModel:
         with self._turn:
             try:
                 self._generate(rows, window, mode, progress or (lambda frames: None))
-            except EngineError as error:  # nothing can be said of the rows that were still being spoken
+            except (EngineError, MemoryError) as error:  # of the rows that were being spoken nothing can be said
                 for row in rows:
                     if row.finish_reason is None and row.error is None:
-                        row.error = error
+                        row.error = error if isinstance(error, EngineError) else out_of_memory(error)
             return [self._finished(row) for row in rows]
 
     def _generate(self, rows: Sequence[_Row], window: Window, mode: Mode, progress: FrameProgress) -> None:

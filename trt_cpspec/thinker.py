@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import FinishReason, SamplingParams, Section, ThinkerSpec
-from .errors import CpSpecError, EngineError, NumericsError
+from .errors import CpSpecError, EngineError, NumericsError, out_of_memory
 from .runtime import Decoder, Runtime
 from .sampling import PhiloxNoise, Use, law
 from .sequences import Float32, SequenceBatch
@@ -157,10 +157,10 @@ class Thinker(SequenceBatch):
                 timed("thinker_generation", started)
                 if stepped is not None:
                     stepped()
-        except EngineError as error:  # nothing can be said of the answers that were still going on
+        except (EngineError, MemoryError) as error:  # of the answers that were going on nothing can be said
             for answer in live:
                 if answer.goes_on:
-                    answer.error = error
+                    answer.error = error if isinstance(error, EngineError) else out_of_memory(error)
 
     def _sample(self, live: Sequence[Answer], hidden: NDArray[np.float32]) -> list[int]:
         """Give each answer its next token, and return the places of those that go on."""
