@@ -643,6 +643,40 @@ def test_a_plan_that_cannot_be_captured_runs_without_graphs(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])
+def test_memory_is_compared_before_it_is_taken(unread: list[str], tmp_path: Path) -> None:
+    """What is asked for is what the arrays of a batch then take, and where it is refused none of them is made."""
+    engine = FakeEngine()
+    engine.names += unread
+    session, device = session_of(tmp_path, engine)
+    assert device.required[0] == (engine.device_memory_size_v2, f"{session.plan.path}: its workspace")
+    made: list[int] = []
+    real = device.empty
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> FakeArray:
+        array = real(shape, dtype)
+        made.append(array.nbytes)
+        return array
+
+    device.empty = device.zeros = empty
+    session.start(3, 8)
+    assert sum(made) == device.required[-1][0]
+    made.clear()
+    session.forward(np.zeros((3, 20, HIDDEN), np.float32), np.tile(np.arange(20), (3, 1)))
+    assert sum(made) == device.required[-1][0]
+
+    def refuse(nbytes: int, what: str) -> None:
+        raise EngineError(f"{what} needs {nbytes}")
+
+    made.clear()
+    device.require = refuse
+    with pytest.raises(EngineError, match=r"the KV cache of 2 row\(s\) and 96 positions needs"):
+        session.start(2, 80)
+    assert made == []
+    del device.require
+    session.start(3, 8)
+
+
+@pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])
 @pytest.mark.parametrize("use_graphs", [True, False])
 def test_passes_rewinds_padding_growth_and_rows(use_graphs: bool, unread: list[str], tmp_path: Path) -> None:
     engine = FakeEngine()

@@ -261,17 +261,20 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
     def packed(name: str, parts: Iterable[Words]) -> list[Words]:
         return [products[name].pack(part).reshape(-1) for part in parts]
 
+    def bits(file: TensorFile, name: str) -> Words:
+        return file.stored(name, plan.dtype).view(np.uint16)
+
     def stacked(suffix: str) -> NDArray[np.float32]:
         return np.stack([weights.vector(f"layers.{layer}.{suffix}") for layer in layers])
 
     projection = TensorFile(folder / "small_to_mtp_projection.safetensors") if plan.projected else None
     parts = [
-        *(packed("projection", [_bits(projection.rows("weight").stored)]) if projection else []),
+        *(packed("projection", [bits(projection, "weight")]) if projection else []),
         *packed("qkv", (weights.matrix(f"layers.{i}.self_attn.q_proj.weight+k_proj+v_proj") for i in layers)),
         *packed("o", (weights.matrix(f"layers.{i}.self_attn.o_proj.weight") for i in layers)),
         *packed("gate_up", (_paired(weights.matrix(f"layers.{i}.mlp.gate_proj.weight+up_proj")) for i in layers)),
         *packed("down", (weights.matrix(f"layers.{i}.mlp.down_proj.weight") for i in layers)),
-        *packed("heads", (_bits(side["lm_heads"].rows(f"lm_head_{i}.weight").stored) for i in depths)),
+        *packed("heads", (bits(side["lm_heads"], f"lm_head_{i}.weight") for i in depths)),
     ]
     arrays: dict[str, NDArray[Any]] = {
         "weights": np.concatenate(parts),
@@ -281,8 +284,8 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
         # All query heads share a row, and all key heads.
         "head_norm": np.ascontiguousarray(stacked("self_attn.qk_norm")[:, [0, -1]]),
         "rotary": plan.rotary(),
-        "talker_table": _bits(TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored),
-        "tables": np.stack([_bits(side["codec_embeddings"].rows(f"embedding_{i}").stored) for i in depths]),
+        "talker_table": bits(TensorFile(talker_dir / "embedding.safetensors"), "embedding"),
+        "tables": np.stack([bits(side["codec_embeddings"], f"embedding_{i}") for i in depths]),
     }
     if projection:
         arrays["bias"] = projection.read("bias")
@@ -378,10 +381,6 @@ class GraphWeights:
         if not isinstance(entry, dict) or entry.get("dtype") not in ("F32", "F16", "BF16"):
             raise EngineError(f"{self._path}: the index of {name} is damaged; build the folder again")
         return entry
-
-
-def _bits(stored: NDArray[Any]) -> Words:
-    return stored if stored.dtype == np.uint16 else stored.view(np.uint16)
 
 
 def _paired(matrix: Words) -> Words:

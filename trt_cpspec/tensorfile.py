@@ -148,6 +148,15 @@ class TensorFile:
             start += len(block)
         return out
 
+    def stored(self, name: str, dtype: str) -> NDArray[Any]:
+        """Map a matrix that must be of this type, to be copied to a device as it is; a ConfigError names another."""
+        if self.info(name).dtype != dtype:
+            raise ConfigError(
+                f"{self.path}: tensor {name} is {self.info(name).dtype}, the CodePredictor's weights are {dtype}: the "
+                f"files are of different builds; build the engine folder again"
+            )
+        return self.rows(name).stored
+
     def rows(self, name: str) -> RowTable:
         """Map a floating-point matrix read-only: its rows are read from disk when they are looked up."""
         info = self.info(name)

@@ -1,7 +1,7 @@
 """Two hundred requests of all kinds, and four threads that ask for them: shared by the tests of the CPU and of the GPU.
 
 As a program it speaks them again and again and prints what the process holds after each round:
-``python load.py ENGINE ROUNDS REQUESTS DEVICE``.
+``python load.py ENGINE ROUNDS REQUESTS DEVICE [EXECUTOR]``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from trt_cpspec.errors import CpSpecError
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_request
+from trt_cpspec.tensorfile import TensorFile
 
 THREADS = 4
 WORDS = ("the", "quick", "brown fox", "jumps", "over", "a lazy dog", "and rests", "in the warm", "light", "of evening")
@@ -54,7 +55,9 @@ class Ask:
     error: str | None = None
 
 
-def make_asks(count: int, speaker: str, seed: int = 1, *, bad_share: float = 0.2) -> list[Ask]:
+def make_asks(
+    count: int, speaker: str, seed: int = 1, *, bad_share: float = 0.2, modes: Sequence[str] = ("rejection", "coupled")
+) -> list[Ask]:
     """Return requests of mixed lengths, seeds, laws and windows; a share of them is bad, each kind in turn."""
     draw = random.Random(seed)
     asks, kinds, bad = [], list(BAD), itertools.count()
@@ -68,7 +71,7 @@ def make_asks(count: int, speaker: str, seed: int = 1, *, bad_share: float = 0.2
             "talker_temperature": draw.choice([0.0, 0.7, 1.0]),
             "subtalker_top_k": draw.choice([0, 5, 50]),
             "verify_size": draw.choice([0, 2, 3, 8]),
-            "mode": draw.choice(["rejection", "coupled"]),
+            "mode": draw.choice(modes),
         }
         error = None
         if draw.random() < bad_share:
@@ -76,6 +79,21 @@ def make_asks(count: int, speaker: str, seed: int = 1, *, bad_share: float = 0.2
             given |= BAD[error]
         asks.append(Ask(given.pop("text"), given, given.pop("verify_size"), given.pop("mode"), error))
     return asks
+
+
+def with_broken_speaker(engine: Path) -> Path:
+    """Give an engine folder the speaker ``broken`` in place of one of its own; return the folder."""
+    path = engine / "talker" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["speaker_id"]["broken"] = config["speaker_id"].pop("dylan")
+    config["spk_is_dialect"].pop("dylan")
+    path.write_text(json.dumps(config), encoding="utf-8")
+    table = engine / "talker" / "embedding.safetensors"
+    info = TensorFile(table).info("embedding")
+    values = np.memmap(table, {"F32": np.float32, "F16": np.float16}[info.dtype], "r+", info.offset, info.shape)
+    values[config["speaker_id"]["broken"], 0] = np.nan
+    values.flush()
+    return engine
 
 
 Outcome = np.ndarray | str
@@ -106,14 +124,16 @@ def speak_together(model: Qwen3TTS, asks: Sequence[Ask]) -> list[Outcome]:
     return outcomes  # type: ignore[return-value]
 
 
-def jobs_of(model: Qwen3TTS, asks: Sequence[Ask], seed: int = 1) -> list[tuple[list[int], Callable[[], list[Outcome]]]]:
-    """Deal requests out to calls: one at a time, or batches of 2 to 4 that have a window in common."""
+def jobs_of(
+    model: Qwen3TTS, asks: Sequence[Ask], seed: int = 1, *, largest: int = 4
+) -> list[tuple[list[int], Callable[[], list[Outcome]]]]:
+    """Deal requests out to calls: one at a time, or batches of up to ``largest`` that have a window in common."""
     draw = random.Random(seed)
     waiting = list(range(len(asks)))
     jobs: list[tuple[list[int], Callable[[], list[Outcome]]]] = []
     while waiting:
         first = waiting.pop(0)
-        window, size = (asks[first].verify_size, asks[first].mode), draw.randint(1, 4)
+        window, size = (asks[first].verify_size, asks[first].mode), draw.randint(1, largest)
         batchable = window[0] != 9 and window[1] != "magic"
         others = [i for i in waiting if (asks[i].verify_size, asks[i].mode) == window][: size - 1] if batchable else []
         waiting = [i for i in waiting if i not in others]
@@ -126,10 +146,10 @@ def jobs_of(model: Qwen3TTS, asks: Sequence[Ask], seed: int = 1) -> list[tuple[l
     return jobs
 
 
-def speak_all(model: Qwen3TTS, asks: Sequence[Ask], *, threads: int = THREADS) -> list[Outcome]:
+def speak_all(model: Qwen3TTS, asks: Sequence[Ask], *, threads: int = THREADS, largest: int = 4) -> list[Outcome]:
     """Speak all requests from several threads at once."""
     outcomes: dict[int, Outcome] = {}
-    jobs = jobs_of(model, asks)
+    jobs = jobs_of(model, asks, largest=largest)
     with ThreadPoolExecutor(threads) as pool:
         for (places, _), results in zip(jobs, pool.map(lambda job: job[1](), jobs), strict=True):
             outcomes.update(zip(places, results, strict=True))
@@ -143,16 +163,15 @@ def held() -> dict[str, int]:
     return {"resident_bytes": resident, "blocks": sys.getallocatedblocks(), "files": len(os.listdir("/proc/self/fd"))}
 
 
-def main(engine: str, rounds: str, count: str, device: str) -> None:
+def main(engine: str, rounds: str, count: str, device: str, executor: str = "auto") -> None:
     """Print what is held after each round."""
-    model = Qwen3TTS.from_engine_dir(engine, threads=1, device=device)
-    asks = make_asks(int(count), next(iter(model.talker.spec.speakers)))
+    model = Qwen3TTS.from_engine_dir(engine, threads=1, device=device, executor=executor)
+    asks = make_asks(int(count), "vivian")
     for _ in range(int(rounds)):
         speak_all(model, asks)
         state = held()
         if device == "cuda":
-            free, _ = model.predictor._session.device.call("cuMemGetInfo")  # type: ignore[attr-defined]
-            state["free_device_bytes"] = int(free)
+            state["free_device_bytes"] = model.predictor._session.device.free_bytes()  # type: ignore[attr-defined]
         print(json.dumps(state), flush=True)  # noqa: T201
 
 
