@@ -76,6 +76,8 @@ def _is_side_file(name: str) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read ``config.json``; a ConfigError says what is wrong with it."""
     path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} cannot be read as JSON: there is no such file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

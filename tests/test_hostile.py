@@ -11,6 +11,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,7 @@ from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_chat, make_request, read_chat_file, read_request_file
 from trt_cpspec.runtime import PlanRecord, Runtime
+from trt_cpspec.session import DecoderSession
 from trt_cpspec.tensorfile import TensorFile
 from trt_cpspec.text import TextTokenizer
 
@@ -173,6 +175,42 @@ def test_engine_configs(data: st.DataObject, variants: dict[str, Any], omni: Any
                     read(Section(config, "config.json"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("speaker_id", {"vivian": -1}, "vivian is -1, it must be at least 0"),
+        ("speaker_id", {"vivian": 10**6}, "speaker vivian is 1000000, vocab_size is"),
+        ("codec_language_id", {"english": 10**6}, "language english is 1000000, vocab_size is"),
+        ("codec_bos_id", 10**6, "codec_bos_id is 1000000, vocab_size is"),
+        ("tts_pad_token_id", 10**6, "tts_pad_token_id is 1000000, text_vocab_size is"),
+        ("spk_is_dialect", {"vivian": 5}, "spk_is_dialect of vivian is 5"),
+        ("spk_is_dialect", {"vivian": "martian"}, "spk_is_dialect of vivian is 'martian'"),
+        ("vocab_size", 1024, "vocab_size is"),
+        ("num_hidden_layers", 2**20, "num_hidden_layers is 1048576, it must be at most 1024"),
+        ("num_code_groups", 2**20, "num_code_groups is 1048576, it must be at most 1024"),
+        ("hidden_size", 2**31, "hidden_size is 2147483648, it must be at most 2147483647"),
+    ],
+)
+def test_ids_and_sizes_that_no_table_has(key: str, value: Any, words: str, variants: dict[str, Any]) -> None:
+    """A negative id would take the last row in silence, one beyond the end would be a traceback."""
+    config = json.loads((variants["tts_a"].engine / "talker" / "config.json").read_text())
+    config[key] = value
+    if key == "vocab_size":
+        config |= {name: 1 for name in config if name.startswith("codec_") and name.endswith("_id")}
+        config |= {"speaker_id": {"vivian": 1}, "codec_language_id": {}, "spk_is_dialect": {}}
+    with pytest.raises(ConfigError, match=words):
+        TalkerSpec.from_section(Section(config, "config.json"))
+
+
+def test_tokens_beyond_the_embedding(variants: dict[str, Any], tmp_path: Path) -> None:
+    """A tokenizer of another checkpoint: its ids are no rows of this one's table."""
+    engine = shutil.copytree(variants["tts_a"].engine, tmp_path / "engine")
+    model = Qwen3TTS.from_engine_dir(engine, threads=1)
+    object.__setattr__(model.talker.spec, "text_vocab_size", 5)
+    with pytest.raises(ConfigError, match="the Talker knows 5: they are of different checkpoints"):
+        model.synthesize("Hello.", max_audio_length=1)
+
+
 @tried(60)
 @given(data=st.data())
 def test_an_engine_with_a_hostile_config(data: st.DataObject, spoilt: Path, spoilt_omni: Path) -> None:
@@ -300,6 +338,23 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="there is no such file"):
         TensorFile(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 1024}, "is missing"),
+        ({"num_hidden_layers": 1}, "past_key_1 is .*, not known"),
+        ({"head_dim": 2**20}, "config.json asks for"),
+        ({"num_key_value_heads": 4}, "config.json asks for"),
+        ({"hidden_size": 2**30}, "inputs_embeds has shape"),
+    ],
+)
+def test_a_graph_that_is_not_the_config_s(change: dict[str, int], words: str, variants: dict[str, Any]) -> None:
+    """It is noticed when the graph is opened, before memory is taken for what config.json says."""
+    spec = replace(variants["tts_a"].tts.talker.spec.decoder, **change)
+    with pytest.raises(EngineError, match=words):
+        DecoderSession(variants["tts_a"].engine / "talker" / "model.onnx", spec, capacity=64, threads=1)
 
 
 # ---- sidecars and plans ---------------------------------------------------------------------------------------------
@@ -437,6 +492,22 @@ def test_tokenizers(data: st.DataObject, whole_tokenizer: bytes, tmp_path_factor
     (folder / name).write_bytes(data.draw(change))
     with bounded(sum(path.stat().st_size for path in folder.iterdir())), refused(ConfigError):
         TextTokenizer.from_dir(folder).text_ids("Hello there, 你好.")
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_tokenizers_that_would_fill_memory(part: str, whole_tokenizer: bytes, tmp_path: Path) -> None:
+    """Each step doubles what the one before has made."""
+    document = json.loads(whole_tokenizer)
+    step = {"type": "Replace", "pattern": {"String": "Q"}, "content": "QQ"}
+    listed = "normalizers" if part == "normalizer" else "decoders"
+    for steps, content, good in ((40, "QQ", False), (1, "Q" * 1000, False), (2, "QQ", True)):
+        document[part] = {"type": "Sequence", listed: [{**step, "content": content}] * steps}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        if good:
+            TextTokenizer.from_dir(tmp_path).text_ids("Hello Q.")
+        else:
+            with pytest.raises(ConfigError, match="steps replace or prepend text"):
+                TextTokenizer.from_dir(tmp_path)
 
 
 BOMBS = [

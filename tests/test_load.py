@@ -25,6 +25,7 @@ from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
+from trt_cpspec.session import KEPT_LENGTH, DecoderSession
 
 HELPERS = Path(__file__).parent / "helpers"
 SPEAKER = "vivian"
@@ -142,6 +143,15 @@ def test_nothing_is_kept(engine: Path) -> None:
     assert {state["files"] for state in warm} == {warm[0]["files"]}
     assert max(state["resident_bytes"] for state in warm[1:]) - warm[0]["resident_bytes"] < 4 * 2**20
     assert warm[-1]["blocks"] - warm[0]["blocks"] < spoken  # less than one object a request; a frame makes dozens
+
+
+def test_prompts_of_every_length_keep_no_buffers(model: Qwen3TTS) -> None:
+    """Steps and verify passes do; a prompt's length may never come again."""
+    for words in range(1, 12):
+        model.synthesize("word " * words + ".", seed=words, max_audio_length=2, verify_size=3)
+    for session in (model.talker._session, model.predictor._session):
+        assert isinstance(session, DecoderSession)
+        assert set(session._bindings) <= set(range(1, KEPT_LENGTH + 1))
 
 
 # ---- the contract of threads ----------------------------------------------------------------------------------------

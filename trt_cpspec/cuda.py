@@ -19,7 +19,7 @@ from .errors import EngineError
 
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
-_LOST = frozenset({4, 46, 100, 201, 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+_LOST = frozenset({4, 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
 """Statuses behind which no call of the process succeeds: the device has gone, or its context is spoilt."""
 
 _LOST_HINT = "the GPU cannot be used by this process any more: start it again, and see the driver's log if that recurs"

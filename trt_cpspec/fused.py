@@ -413,7 +413,9 @@ class FusedModel:
         self.device, self.plan = device, plan
         self._library = KernelLibrary(plan.macros())
         self._constant = {}
-        for name, array in model_arrays(plan, folder, talker_dir).items():
+        arrays = model_arrays(plan, folder, talker_dir)
+        device.require(sum(array.nbytes for array in arrays.values()), f"{folder}: the weights of the fused kernel")
+        for name, array in arrays.items():
             self._constant[name] = device.empty(array.shape, array.dtype)
             device.upload(self._constant[name], np.ascontiguousarray(array))
             device.synchronize()  # the array goes away
@@ -432,6 +434,8 @@ class FusedModel:
     def work(self, batch: int, drafts: int) -> dict[str, DeviceArray]:
         """Allocate the working memory of a batch."""
         layout = work_layout(self.plan, batch, drafts)
+        needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+        self.device.require(needed, f"the fused kernel's memory of {batch} row(s)")
         return {name: self.device.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
 
     def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -31,6 +32,9 @@ SUFFIX_IDS = 5
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MAX_GROWING, _MAX_CONTENT = 4, 8
+"""Steps of a tokenizer that may make a text longer, and by how many characters each; a Qwen tokenizer has none."""
+
 _TOKENIZER_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 # Space, line, paragraph separators; control and format characters (zero-width ones and the BOM among them).
@@ -221,7 +225,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give the one with the tokenizer's files")
     whole = folder / "tokenizer.json"
-    return _read_whole(whole) if whole.exists() else _read_parts(folder)
+    return _read_whole(whole) if whole.is_file() else _read_parts(folder)
 
 
 def checked_tokenizer(tokenizer: Tokenizer, where: str) -> Tokenizer:
@@ -239,7 +243,25 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 def _read_whole(path: Path) -> Tokenizer:
     with refusing(f"{path} cannot be read as a tokenizer"):
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _check_growth(json.loads(text), str(path))
+        return Tokenizer.from_str(text)
+
+
+def _check_growth(document: Any, where: str) -> None:
+    """Refuse steps that make a text longer again and again: a few lines of them would fill any memory."""
+    steps = [document] if isinstance(document, dict) else []
+    found = []
+    for step in steps:  # which grows
+        children = [child for value in step.values() for child in (value if isinstance(value, list) else [value])]
+        steps += [child for child in children if isinstance(child, dict)]
+        if step.get("type") in ("Replace", "Prepend"):
+            found.append(step.get("content", step.get("prepend")))
+    if len(found) > _MAX_GROWING or any(len(str(content)) > _MAX_CONTENT for content in found):
+        raise ConfigError(
+            f"{where}: {len(found)} steps replace or prepend text; at most {_MAX_GROWING} of up to {_MAX_CONTENT} "
+            f"characters are possible"
+        )
 
 
 def _read_parts(folder: Path) -> Tokenizer:
@@ -283,6 +305,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
+    if not path.is_file():
+        raise ConfigError(f"{path} cannot be read: there is no such file")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
