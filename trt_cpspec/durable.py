@@ -64,7 +64,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file that takes the place of ``path`` when the block ends well; :func:`fill` fills it."""
     partial = new_partial(path)
     try:
-        yield partial
+        with naming(path, partial):
+            yield partial
         replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
