@@ -98,7 +98,8 @@ class EngineBuild(ABC):
     """The build of one checkpoint: everything is checked when it is made, each component is written by a call.
 
     Use it as a context manager. Components are built aside, and :meth:`commit` puts them in place together; leaving
-    without it leaves the engine folder as it was.
+    without it leaves the engine folder as it was. A build that is killed within its commit leaves a mark, by which the
+    runtime refuses the folder and the next build takes back what was moved (:mod:`trt_cpspec.durable`).
 
     Parameters
     ----------

@@ -49,12 +49,23 @@ def check_files(path: Path, model: Any) -> None:
         The message names the tensor, and what it asks for.
     """
     check_inside(path, path.parent)
+    _check_names(path, model.graph)
     for item in (*model.graph.input, *model.graph.output):
         for dim in item.type.tensor_type.shape.dim:
             if dim.HasField("dim_value") and not 0 <= dim.dim_value <= MAX_INTEGER:
                 raise EngineError(f"{path}: {item.name!r:.80} has an extent of {dim.dim_value}, no tensor can have it")
     for tensor in _tensors_of(model):
         _check_tensor(path, tensor)
+
+
+def _check_names(path: Path, graph: Any) -> None:
+    """Refuse names that are no UTF-8: protobuf hands them out as bytes, which nothing here expects."""
+    names = [item.name for item in (*graph.input, *graph.output, *graph.initializer)]
+    for node in graph.node:
+        names += [node.name, node.op_type, *node.input, *node.output, *(item.name for item in node.attribute)]
+    for name in names:
+        if not isinstance(name, str):
+            raise EngineError(f"{path}: the name {name!r:.80} is not UTF-8: the file is damaged")
 
 
 def _check_tensor(path: Path, tensor: Any) -> None:
@@ -68,7 +79,13 @@ def _check_tensor(path: Path, tensor: Any) -> None:
         return
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
-    if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts:
+    if (
+        not isinstance(location, str)
+        or not location
+        or "\0" in location
+        or Path(location).is_absolute()
+        or ".." in Path(location).parts
+    ):
         raise EngineError(f"{where} lies at {location!r:.80}: only files of the graph's own folder are read")
     file = path.parent / location
     check_inside(file, path.parent)

@@ -648,6 +648,16 @@ def test_graphs_that_reach_for_other_files(
         OnnxGraph(folder / "model.onnx")
 
 
+@pytest.mark.parametrize("old", [b"model.onnx.data", b"inputs_embeds", b"ScatterElements", b"hidden_states"])
+def test_graphs_whose_names_are_no_text(old: bytes, onnx_folder: Path, tmp_path: Path) -> None:
+    """Protobuf gives such names as bytes."""
+    folder = shutil.copytree(onnx_folder, tmp_path / "onnx")
+    content = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(content.replace(old, b"\xff" * len(old)))
+    with pytest.raises(EngineError, match=r"is not UTF-8|only files of the graph's own folder|is no ONNX graph"):
+        OnnxGraph(folder / "model.onnx")
+
+
 def test_a_graph_that_is_a_link_out_of_its_folder(onnx_folder: Path, tmp_path: Path) -> None:
     """TensorRT would look for the weights beside the place that the link leads to."""
     (tmp_path / "model.onnx").symlink_to(onnx_folder / "model.onnx")
