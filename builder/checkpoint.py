@@ -212,8 +212,9 @@ def _dialects(talker: Section, speakers: dict[str, int], languages: dict[str, in
     for speaker in speakers:
         if speaker not in dialects:
             raise ConfigError(f"{section.where}: the speaker {speaker!r} of spk_id is missing")
-        if dialects[speaker] is not False and dialects[speaker] not in languages:
-            raise ConfigError(f"{section.where}: {speaker} is {dialects[speaker]!r}, no key of codec_language_id")
+        dialect = dialects[speaker]
+        if dialect is not False and (not isinstance(dialect, str) or dialect not in languages):
+            raise ConfigError(f"{section.where}: {speaker} is {dialect!r:.80}, no key of codec_language_id")
     return dialects
 
 
