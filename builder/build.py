@@ -14,6 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trt_cpspec.config import MAX_VERIFY_SIZE, DecoderSpec
+from trt_cpspec.durable import (
+    PARTIAL_SUFFIX,
+    STAGING,
+    UNFINISHED,
+    clear_unfinished,
+    copy_file,
+    mark_unfinished,
+    replacing,
+    write_file,
+)
 from trt_cpspec.errors import ConfigError
 from trt_cpspec.runtime import GRAPH_FILE, PLAN_FILES
 from trt_cpspec.tensorfile import StreamedTensor, write_tensors
@@ -87,7 +97,8 @@ class EngineBuild(ABC):
     """The build of one checkpoint: everything is checked when it is made, each component is written by a call.
 
     Use it as a context manager. Components are built aside, and :meth:`commit` puts them in place together; leaving
-    without it leaves the engine folder as it was.
+    without it leaves the engine folder as it was. A build that is killed within its commit leaves a mark, by which the
+    runtime refuses the folder and the next build takes back what was moved (:mod:`trt_cpspec.durable`).
 
     Parameters
     ----------
@@ -134,7 +145,7 @@ class EngineBuild(ABC):
         self.checkpoint, self.codec = checkpoint, codec
         self.weights = Weights(checkpoint.folder)
         self.engine_dir, self.options = engine_dir, options
-        self._staging = engine_dir / ".partial"
+        self._staging = engine_dir / STAGING
         self._lost: list[str] = []
         _check_codec(checkpoint, codec)
         _check_projection(checkpoint, self.weights)
@@ -151,8 +162,7 @@ class EngineBuild(ABC):
 
     def __enter__(self: Build) -> Build:
         """Prepare a folder to build in."""
-        # An earlier build that was killed within a commit may have left the only copy of a component there.
-        _undo([(self.engine_dir / component, self._former / component) for component in self.folders])
+        self._recover()
         self._remove_staging()
         try:
             for component in self.folders:
@@ -182,16 +192,36 @@ class EngineBuild(ABC):
         for component in self.folders:
             _check_replaceable(self.engine_dir / component)
         moves: list[tuple[Path, Path]] = []
+        mark_unfinished(self.engine_dir, {name: _is_there(self.engine_dir / name) for name in self.folders})
         try:
             for component in self.folders:
                 self._replace(component, moves)
+            clear_unfinished(self.engine_dir)
         except BaseException as error:
             _undo(moves)
             self._lost = [component for component in self.folders if _is_there(self._former / component)]
             if self._lost:
                 names = ", ".join(self._lost)
                 raise ConfigError(f"{error}; the former {names} could not be put back from {self._former}") from error
+            clear_unfinished(self.engine_dir)
             raise
+
+    def _recover(self) -> None:
+        """Take back what a build that was killed within its commit moved; it may have left the only copies aside."""
+        for path in self.engine_dir.glob(f".*{PARTIAL_SUFFIX}"):
+            path.unlink(missing_ok=True)
+        if not (self.engine_dir / UNFINISHED).exists():
+            # What an earlier version left, which set no mark.
+            _undo([(self.engine_dir / name, self._former / name) for name in self.folders])
+            return
+        for name, was_there in _read_mark(self.engine_dir / UNFINISHED).items():
+            target, aside = self.engine_dir / name, self._former / name
+            if _is_there(target) and (_is_there(aside) or not was_there):
+                shutil.rmtree(self._staging / name, ignore_errors=True)
+                (self._staging / name).parent.mkdir(parents=True, exist_ok=True)
+                target.rename(self._staging / name)
+            _undo([(target, aside)])
+        clear_unfinished(self.engine_dir)
 
     def _replace(self, component: str, moves: list[tuple[Path, Path]]) -> None:
         """Put a new component in the place of the former one; each move is noted before it is made."""
@@ -382,6 +412,17 @@ def _check_replaceable(folder: Path) -> None:
     raise ConfigError(f"{folder} exists and is no engine folder: it is left as it is, choose another --engineDir")
 
 
+def _read_mark(path: Path) -> dict[str, bool]:
+    """Read what a commit was about to exchange: the place of each component, and whether there was a former one."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(state, dict) and all(not {"..", "/", ""} & {*Path(name).parts, name} for name in state):
+            return {name: bool(was_there) for name, was_there in state.items()}
+    except (OSError, ValueError, RecursionError):
+        pass
+    raise ConfigError(f"{path} is damaged, and says no more what a killed build left: remove it, and build again")
+
+
 def _undo(moves: list[tuple[Path, Path]]) -> None:
     """Take back moves, the last one first; one that was not made, or cannot be taken back, is passed over."""
     for source, place in reversed(moves):
@@ -403,9 +444,10 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             f"{source} has no tokenizer: tokenizer.json, or vocab.json, merges.txt and tokenizer_config.json"
         )
     for name in found:
-        shutil.copyfile(source / name, target / name)
+        with replacing(target / name) as partial:
+            copy_file(source / name, partial, target / name)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a JSON file."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())

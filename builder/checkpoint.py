@@ -212,8 +212,9 @@ def _dialects(talker: Section, speakers: dict[str, int], languages: dict[str, in
     for speaker in speakers:
         if speaker not in dialects:
             raise ConfigError(f"{section.where}: the speaker {speaker!r} of spk_id is missing")
-        if dialects[speaker] is not False and dialects[speaker] not in languages:
-            raise ConfigError(f"{section.where}: {speaker} is {dialects[speaker]!r}, no key of codec_language_id")
+        dialect = dialects[speaker]
+        if dialect is not False and (not isinstance(dialect, str) or dialect not in languages):
+            raise ConfigError(f"{section.where}: {speaker} is {dialect!r:.80}, no key of codec_language_id")
     return dialects
 
 
@@ -237,6 +238,9 @@ class Weights:
         if index.is_file():
             names = Section.from_file(index).section("weight_map")
             shards = sorted({names.text(name) for name in names.values})
+            for shard in shards:
+                if Path(shard).name != shard or shard in ("", ".."):
+                    raise ConfigError(f"{index}: the shard {shard!r:.80} is no file of this folder")
         elif single.is_file():
             shards = [single.name]
         else:

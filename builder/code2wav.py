@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from trt_cpspec.config import Section
+from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError
 
 from .checkpoint import Weights
@@ -256,9 +257,11 @@ def _write(
 ) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     with GraphWriter(out_dir, config["model_type"]) as graph:
-        writer(graph, weights, spec, progress).build()
+        decoder = writer(graph, weights, spec, progress)
+        decoder.build()
         graph.save()
-    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    config = config | {"state_values": decoder.state_values}
+    write_file(out_dir / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _engine_config(model_type: str, spec: CodecSpec) -> dict[str, Any]:
@@ -296,6 +299,7 @@ class _Decoder:
         self.progress = progress
         self.position = ""
         self.tails = 0
+        self.state_values = 0  # that a call leaves for the next
         self.samples_lost = 0  # behind a beginning, at the rate of the value at hand
 
     def build(self) -> None:
@@ -563,6 +567,7 @@ class _Decoder:
         if not length:
             return value
         extents: list[int | str] = ["batch", *shape]
+        self.state_values += math.prod(shape)
         past = self.graph.input(f"past_{name}", TensorProto.FLOAT, extents)
         joined = self.graph.op("Concat", past, value, axis=axis)
         ends = self.axes(-length), self.axes(_END), self.axes(axis)

@@ -25,10 +25,11 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
+from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError, EngineError, did_you_mean
 
+from .external import check_files
 from .profile import DYNAMIC, GraphInput, Profile, ShapeRange
-from .sidecar import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,7 @@ class OnnxGraph:
             self._model = onnx.load(str(path), load_external_data=False)
         except Exception as error:  # protobuf's own types
             raise EngineError(f"{path} is no ONNX graph: {error}") from error
+        check_files(path, self._model)
         graph = self._model.graph
         if not graph.input or not graph.output:
             raise EngineError(f"{path} is no ONNX graph: it has no inputs or no outputs")
@@ -232,7 +234,10 @@ class OnnxGraph:
 
     def float_types(self) -> dict[str, str]:
         """Return the float type of each value by name; integers and booleans are left out."""
-        graph = onnx.shape_inference.infer_shapes(self._model).graph
+        try:
+            graph = onnx.shape_inference.infer_shapes(self._model).graph
+        except Exception as error:  # its own type, and protobuf's
+            raise EngineError(f"{self.path}: the types of its values cannot be inferred: {error}") from error
         types = {
             item.name: item.type.tensor_type.elem_type for item in (*graph.input, *graph.value_info, *graph.output)
         }
@@ -332,7 +337,7 @@ def build_plan(
         raise EngineError(f"{title_of(trt)} cannot build the engine{_quoted(log)}")
     del parser  # the network refers to its weights until here
     if cache is not None:
-        write_atomically(cache, bytes(config.get_timing_cache().serialize()))
+        write_file(cache, bytes(config.get_timing_cache().serialize()))
     report("built", 1.0)
     return Plan(content=content, profiles=found, record=record)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_cpspec.durable import fill, naming, sync, write_file
 from trt_cpspec.runtime import GRAPH_FILE
 from trt_cpspec.tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, encode
 
@@ -68,7 +70,8 @@ class GraphWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._data.close()
+        with suppress(OSError) if error is not None else naming(self._data_path):
+            self._data.close()  # on a full disk it fails as the writing did, which has said so
         self._partial_data.unlink(missing_ok=True)
         self._partial_graph.unlink(missing_ok=True)
 
@@ -118,9 +121,10 @@ class GraphWriter:
         dtype : str
             ``F32``, ``F16`` or ``BF16``, as stored.
         """
-        self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-        offset = self._data.tell()
-        length = sum(self._data.write(encode(block, dtype, name)) for block in blocks)
+        with naming(self._data_path):
+            self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
+            offset = self._data.tell()
+            length = sum(self._data.write(encode(block, dtype, name)) for block in blocks)
         tensor = TensorProto(name=name, data_type=ELEMENT[dtype], dims=list(shape), data_location=TensorProto.EXTERNAL)
         for key, value in (("location", GRAPH_DATA_FILE), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
@@ -137,13 +141,16 @@ class GraphWriter:
         graph = helper.make_graph(self._nodes, self._name, self._inputs, self._outputs, self._initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
         model.producer_name = "trt_cpspec"
+        with naming(self._data_path):
+            sync(self._data)
         self._data.close()
-        self._partial_graph.write_bytes(model.SerializeToString())
+        fill(self._partial_graph, model.SerializeToString(), self._graph_path)
         os.replace(self._partial_data, self._data_path)  # the checker looks the weights up by their final name
         onnx.checker.check_model(str(self._partial_graph))
         os.replace(self._partial_graph, self._graph_path)
         if index:
-            (self._graph_path.parent / WEIGHT_INDEX).write_text(json.dumps(self._weight_index(), indent=1) + "\n")
+            text = json.dumps(self._weight_index(), indent=1) + "\n"
+            write_file(self._graph_path.parent / WEIGHT_INDEX, text.encode())
 
     def _weight_index(self) -> dict[str, Any]:
         stored = {int(number): name for name, number in ELEMENT.items()}
@@ -176,7 +183,7 @@ def write_heads_graph(path: Path) -> None:
     graph = helper.make_graph([product], "heads", [hidden, heads], [logits])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     onnx.checker.check_model(model)
-    path.write_bytes(model.SerializeToString())
+    write_file(path, model.SerializeToString())
 
 
 def transposed(read: Callable[[], NDArray[np.float32]]) -> Iterator[NDArray[np.float32]]:

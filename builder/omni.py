@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_cpspec.config import Section
+from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError
 
 from .build import (
@@ -113,7 +114,7 @@ class OmniBuild(EngineBuild):
         self._table(folder, "lm_head", "lm_head.weight", "thinker.lm_head.weight", shape)
         write_heads_graph(folder / HEADS_FILE)
         copy_tokenizer(ck.folder, folder)
-        (folder / _TEMPLATE_FILE).write_text(self._template, encoding="utf-8")
+        write_file(folder / _TEMPLATE_FILE, self._template.encode())
         write_json(folder / CONFIG_FILE, self._thinker_config())
         progress()
 

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from trt_cpspec.config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE
+from trt_cpspec.config import CODE_PREDICTOR_SUFFIX, MAX_INTEGER, MAX_VERIFY_SIZE
 from trt_cpspec.encoders import AUDIO_TYPE, VISION_TYPE
-from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.errors import ConfigError, EngineError, shown
 from trt_cpspec.session import MIN_BUCKET, PREFILL_CHUNK, SCRATCH_SLOTS, bucket_for
 
 DYNAMIC = -1
@@ -135,8 +135,15 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             least = 0 if name == "max_kv_pool_pages" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}, it must be an integer of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INTEGER:
+                raise ConfigError(
+                    f"{name} is {shown(value)}, it must be an integer of at least {least} and at most {MAX_INTEGER}"
+                )
+        if self.max_batch_size * max(self.max_input_len, self.max_kv_cache_capacity) > MAX_INTEGER:
+            raise ConfigError(
+                f"max_batch_size {self.max_batch_size} times max_input_len {self.max_input_len}, or times "
+                f"max_kv_cache_capacity {self.max_kv_cache_capacity}, exceeds the {MAX_INTEGER} that a plan can count"
+            )
         if self.max_verify_size > MAX_VERIFY_SIZE:
             raise ConfigError(f"max_verify_size is {self.max_verify_size}, the widest window is {MAX_VERIFY_SIZE}")
         if not self.min_code_len <= self.opt_code_len <= self.max_code_len:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trt_cpspec import __version__
 from trt_cpspec.config import MAX_VERIFY_SIZE
+from trt_cpspec.durable import UNFINISHED, clear_unfinished
 from trt_cpspec.encoders import AUDIO_FOLDER, VISION_FOLDER
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.runtime import AUDIO_PLAN, CODEC_PLAN, DECODER_PLAN, GRAPH_FILE, VISION_PLAN
@@ -244,7 +245,12 @@ class _Job:
         """Return the options, for the recorded devices where none is named: a rebuild must not change the target."""
         if given.compute_capabilities or self.record.get("flavour") != "tensorrt_rtx":
             return given
-        return replace(given, compute_capabilities=tuple(self.record.get("compute_capabilities") or ()))
+        recorded = self.record.get("compute_capabilities")
+        known = tuple(map(str, recorded)) if isinstance(recorded, list) else ()
+        try:
+            return replace(given, compute_capabilities=known)
+        except ConfigError as error:
+            raise ConfigError(f"{self.target / sidecar.CONFIG_FILE}: {error}") from error
 
     def _profiles(self, verify_size: int) -> Profiles:
         limits = _replaced(self.limits, max_verify_size=verify_size)
@@ -262,11 +268,13 @@ class _Job:
     def _recorded_profiles(self) -> dict[str, Profile]:
         try:
             return profiles_from_json(self.record.get("profiles", []))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return {}
 
     def reason_to_build(self, backend: Backend | None) -> str | None:
         """Say why the plan must be built; None where the one in place serves."""
+        if (self.target / UNFINISHED).exists():
+            return "an earlier build was stopped while it put its files in place"
         if not (self.target / self.plan_name).is_file():
             return "there is no plan yet"
         if not self.record:
@@ -325,8 +333,7 @@ class _Job:
         report("writing", None)
         self.target.mkdir(parents=True, exist_ok=True)
         if not self.options.only_code_predictor and self.source != self.target:
-            for path in sidecar.side_files(self.source):
-                sidecar.copy_atomically(path, self.target / path.name)
+            sidecar.replace_files(sidecar.side_files(self.source), self.target)
         built = Profiles(contract=self.profiles.contract, profiles=plan.profiles)
         record = {
             "builder": f"trt_cpspec {__version__}",
@@ -340,6 +347,7 @@ class _Job:
         }
         config = sidecar.with_record(self.config, self._limit_keys(), record)
         sidecar.install(self.target, self.plan_name, plan.content, config, backup=self.options.backup)
+        clear_unfinished(self.target)
 
     def _verify_size(self, built: Profiles) -> int | None:
         return built.verify_size(self.limits.max_batch_size) if self.kind is Kind.CODE_PREDICTOR else None

@@ -14,14 +14,24 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trt_cpspec.errors import ConfigError, EngineError
+from trt_cpspec.durable import (
+    PARTIAL_SUFFIX,
+    UNFINISHED,
+    check_inside,
+    copy_file,
+    fill,
+    mark_unfinished,
+    new_partial,
+    replace,
+    replacing,
+    write_file,
+)
+from trt_cpspec.errors import ConfigError
 from trt_cpspec.runtime import GRAPH_FILE, PLAN_FILES
 from trt_cpspec.tensorfile import GRAPH_DATA_FILE
 
@@ -30,7 +40,6 @@ NEXT_FILE = "config.json.next"
 """The sidecar of a plan that is about to take its place."""
 
 BACKUP_SUFFIX = ".bak"
-PARTIAL_SUFFIX = ".partial"
 RECORD = "engine"
 """Key of the plan's record in ``builder_config``."""
 
@@ -58,7 +67,7 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def _is_side_file(name: str) -> bool:
-    own = {GRAPH_FILE, GRAPH_DATA_FILE, CONFIG_FILE, NEXT_FILE}
+    own = {GRAPH_FILE, GRAPH_DATA_FILE, CONFIG_FILE, NEXT_FILE, UNFINISHED}
     own.update(plan + suffix for plan in PLAN_FILES for suffix in ("", BACKUP_SUFFIX))
     return name not in own and not name.endswith((PARTIAL_SUFFIX, ".data"))
 
@@ -66,6 +75,8 @@ def _is_side_file(name: str) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read ``config.json``; a ConfigError says what is wrong with it."""
     path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} cannot be read as JSON: there is no such file")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -114,34 +125,33 @@ def plan_record(name: str, plan: Any) -> dict[str, Any]:
     return {"file": name, "bytes": view.nbytes, "sha256": hashlib.sha256(view).hexdigest()}
 
 
-def write_atomically(path: Path, content: Any) -> None:
-    """Write a file so that its old or its new content is there after a crash, and nothing between.
+def replace_files(sources: Iterable[Path], folder: Path) -> None:
+    """Put copies of files into a folder that is marked as unfinished from the first of them on.
 
-    Parameters
-    ----------
-    path : Path
-    content : bytes-like
+    All copies are complete before the first takes its place; files that are equal already are left alone, and where
+    all of them are nothing is marked. :func:`~trt_cpspec.durable.clear_unfinished` is for the caller.
     """
-    partial = _written_aside(path, content)
+    pairs: list[tuple[Path, Path]] = []
     try:
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def copy_atomically(source: Path, target: Path) -> None:
-    """Copy a file of any size so that ``target`` is never half of it; nothing happens where they are equal."""
-    if target.is_file() and target.stat().st_size == source.stat().st_size and sha256_of(target) == sha256_of(source):
-        return
-    partial = target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
-    try:
-        shutil.copyfile(source, partial)
-        os.replace(partial, target)
+        for source in sources:
+            check_inside(source, source.parent)
+            target = folder / source.name
+            if not _are_equal(source, target):
+                pairs.append((new_partial(target), target))
+                copy_file(source, *pairs[-1])
+        if pairs:
+            mark_unfinished(folder)
+        for partial, target in pairs:
+            replace(partial, target)
     finally:
-        partial.unlink(missing_ok=True)
-    _sync_folder(target.parent)
+        for partial, _ in pairs:
+            partial.unlink(missing_ok=True)
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    if not other.is_file() or one.stat().st_size != other.stat().st_size:
+        return False
+    return sha256_of(one) == sha256_of(other)
 
 
 def install(folder: Path, plan_name: str, plan: Any, config: Mapping[str, Any], *, backup: bool) -> None:
@@ -158,18 +168,12 @@ def install(folder: Path, plan_name: str, plan: Any, config: Mapping[str, Any], 
         Keep the previous plan as ``<plan_name>.bak``.
     """
     target = folder / plan_name
-    partial = _written_aside(target, plan)
-    try:
-        write_atomically(folder / NEXT_FILE, json_bytes(config))
+    with replacing(target) as partial:
+        fill(partial, plan, target)
+        write_file(folder / NEXT_FILE, json_bytes(config))
         if backup and target.is_file():
             _keep(target, target.with_name(target.name + BACKUP_SUFFIX))
-        os.replace(partial, target)
-        _sync_folder(folder)
-        os.replace(folder / NEXT_FILE, folder / CONFIG_FILE)
-        _sync_folder(folder)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    replace(folder / NEXT_FILE, folder / CONFIG_FILE)
 
 
 def recover(folder: Path) -> None:
@@ -183,11 +187,11 @@ def recover(folder: Path) -> None:
     pending = folder / NEXT_FILE
     if not pending.is_file():
         return
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         config = json.loads(pending.read_text(encoding="utf-8"))
-        if plan_fault(folder, record_of(config)["plan"]["file"], config) is None:
-            os.replace(pending, folder / CONFIG_FILE)
-            _sync_folder(folder)
+        name = record_of(config)["plan"]["file"]
+        if name in PLAN_FILES and plan_fault(folder, name, config) is None:
+            replace(pending, folder / CONFIG_FILE)
     pending.unlink(missing_ok=True)
 
 
@@ -216,43 +220,9 @@ def _keep(target: Path, backup: Path) -> None:
     try:
         os.link(target, partial)
     except OSError:  # a file system without hard links
-        write_atomically(backup, target.read_bytes())
+        with replacing(backup) as copy:
+            copy_file(target, copy, backup)
         return
     os.replace(partial, backup)
     # Where backup already was this very file, the rename did nothing and the partial name is still there.
     partial.unlink(missing_ok=True)
-
-
-def _written_aside(path: Path, content: Any) -> Path:
-    """Write ``content`` beside ``path``, flushed to the disk, with the permissions of a new file."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX)
-    except OSError as error:
-        raise EngineError(f"{path.parent} cannot be written: {error.strerror or error}") from error
-    partial = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    return partial
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last through a power cut, where the system lets a folder be synced."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -162,6 +162,7 @@ def test_a_wrong_type_is_named(edited_config: Callable[[Edit], Path], key: Key) 
         (put("x", TALKER, "codec_language_id", "english"), "codec_language_id: english must be an integer"),
         (remove((TALKER, "spk_is_dialect", "ryan")), "spk_is_dialect: the speaker 'ryan' of spk_id is missing"),
         (put("klingon", TALKER, "spk_is_dialect", "ryan"), "ryan is 'klingon', no key of codec_language_id"),
+        (put(["english"], TALKER, "spk_is_dialect", "ryan"), "ryan is .'english'., no key of codec_language_id"),
         (put(True, TALKER, "spk_is_dialect", "ryan"), "ryan is True, no key of codec_language_id"),
     ],
 )

@@ -358,6 +358,9 @@ class StandIn:
     def __init__(self, capability: tuple[int, int], shared_bytes: int) -> None:
         self.name, self.compute_capability, self._shared = "Stand-in", capability, shared_bytes
 
+    def require(self, nbytes: int, what: str) -> None:
+        pass
+
     def attribute(self, name: str) -> int:
         return {"MULTIPROCESSOR_COUNT": 132, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": self._shared}[name]
 

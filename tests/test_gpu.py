@@ -8,13 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from crash import Children
+from load import make_asks, speak_all, speak_alone, with_broken_speaker
 from media_case import MediaCase
+from safetensors.numpy import load_file
 from trt_cpspec.builder.engine import EngineOptions, choose_backend
 from trt_cpspec.builder.omni import OmniBuild
 from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
@@ -24,8 +30,9 @@ from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.cuda import Device
-from trt_cpspec.errors import EngineError, NumericsError
+from trt_cpspec.errors import ConfigError, EngineError, NumericsError
 from trt_cpspec.image_input import read_image
+from trt_cpspec.memory import memory_needed
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
@@ -448,3 +455,222 @@ def test_a_stream_of_the_fused_executor(tmp_path: Path) -> None:
         waveform = np.concatenate(list(stream))
         np.testing.assert_array_equal(stream.result.codes, whole.codes)
         assert np.abs(waveform - whole.waveform).max() < 1 / 32768
+
+
+# ---- load, faults ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def fusable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FP16 plans of a generated checkpoint whose CodePredictor the fused kernel can run, too."""
+    cache = os.environ.get("CPSPEC_ENGINE_CACHE")
+    folder = (Path(cache) if cache else tmp_path_factory.mktemp("fusable")) / "fusable_fp16"
+    if not folder.is_dir():
+        size = DecoderSize(hidden=64, intermediate=64, layers=2, heads=2, kv_heads=1, head_dim=64)
+        checkpoint = tmp_path_factory.mktemp("fusable") / "checkpoint"
+        write_checkpoint(checkpoint, SyntheticSpec.tiny(talker=size, code_predictor=size, codebook_size=256))
+        backend = choose_backend("tensorrt")
+        with TtsBuild(
+            checkpoint, folder, BuildOptions(precision="fp16"), backend=backend, engine_options=QUICK
+        ) as build:
+            for name, _, write in build.components:
+                write()
+                build.build_plan(name, lambda phase, done: None)
+            build.commit()
+    return folder
+
+
+@pytest.fixture(params=["engine", "fused"])
+def loaded(
+    request: pytest.FixtureRequest, plans: Callable[[str, str], Path], fusable: Path, tmp_path: Path
+) -> tuple[Path, str]:
+    """An engine folder with a speaker that breaks its row, and the executor that is to run it."""
+    source = fusable if request.param == "fused" else plans("tts_a", "fp32")
+    return with_broken_speaker(shutil.copytree(source, tmp_path / "loaded")), request.param
+
+
+def test_two_hundred_requests_from_four_threads(loaded: tuple[Path, str]) -> None:
+    """Each good one has the codes of its solo run, each bad one its own error."""
+    engine, executor = loaded
+    model = Qwen3TTS.from_engine_dir(engine, device="cuda", executor=executor)
+    assert model.predictor.device_facts()["engine"] == "fused kernel" or executor == "engine"
+    # FP16 plans round by the size of a batch: there the threads ask for one text at a time.
+    asks = make_asks(200, "vivian", modes=("coupled",))
+    other = Qwen3TTS.from_engine_dir(engine, device="cuda", executor=executor)
+    alone = [speak_alone(other, ask) for ask in asks]
+    together = speak_all(model, asks, largest=1 if executor == "fused" else 4)
+    assert sum(isinstance(outcome, str) for outcome in alone) == sum(ask.error is not None for ask in asks)
+    for ask, expected, found in zip(asks, alone, together, strict=True):
+        if isinstance(expected, str):
+            assert found == expected, ask
+        else:
+            np.testing.assert_array_equal(found, expected, err_msg=str(ask))
+
+
+def test_nothing_is_kept_on_the_device(loaded: tuple[Path, str]) -> None:
+    """After four rounds of requests from four threads: device memory and files as they are, memory within 16 MiB."""
+    engine, executor = loaded
+    script = Path(__file__).parent / "helpers" / "load.py"
+    command = [sys.executable, str(script), str(engine), "10", "50", "cuda", executor]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert child.returncode == 0, child.stderr
+    warm = [json.loads(line) for line in child.stdout.splitlines()][3:]
+    logger.info(f"{executor}: {warm}")
+    assert len(warm) == 7
+    assert {state["files"] for state in warm} == {warm[0]["files"]}
+    assert {state["free_device_bytes"] for state in warm} == {warm[0]["free_device_bytes"]}
+    assert max(state["resident_bytes"] for state in warm) - warm[0]["resident_bytes"] < 16 * 2**20
+
+
+def test_models_that_are_dropped_give_their_memory_back(plans: Callable[[str, str], Path]) -> None:
+    device, free = Device(), []
+    for _ in range(6):
+        model = Qwen3TTS.from_engine_dir(plans("tts_a", "fp32"), device="cuda", executor="engine")
+        model.synthesize(["Hi", "Hello there."], seed=1, max_audio_length=3, verify_size=3)
+        del model
+        device.synchronize()
+        free.append(device.free_bytes())
+    logger.info(f"free device memory after each model: {free}")
+    assert len(set(free[2:])) == 1
+
+
+def test_memory_is_what_inspect_says(plans: Callable[[str, str], Path]) -> None:
+    """The KV cache is exact; all of it together stays below the estimate and what the driver takes for itself."""
+    engine = plans("tts_a", "fp32")
+    needs = {need.folder: need for need in memory_needed(engine, batch=4)}
+    device = Device()
+    before = device.free_bytes()
+    model = Qwen3TTS.from_engine_dir(engine, device="cuda", executor="engine")
+    model.synthesize(["Hi", "Hello there.", "One", "Two"], seed=1, max_audio_length=3, verify_size=8)
+    used, total = before - device.free_bytes(), sum(need.total_bytes for need in needs.values())
+    logger.info(f"used {used / 1e6:.1f} MB, inspect --memory says {total / 1e6:.1f} MB")
+    session: Any = model.talker._session
+    session.start(4, model.talker.spec.limits.max_kv_cache_capacity)
+    assert sum(array.nbytes for array in session.buffers.cache.values()) == needs["talker"].kv_cache_bytes
+    assert used < total + 512e6
+
+
+@pytest.fixture
+def full_device(plans: Callable[[str, str], Path]) -> Iterator[tuple[Qwen3TTS, Device]]:
+    """A model on a device that other programs have filled, all but a few MB."""
+    model = Qwen3TTS.from_engine_dir(plans("tts_a", "fp32"), device="cuda", executor="engine")
+    device, ballast = Device(), []
+    size = device.free_bytes() // 2
+    while size >= 2**21:
+        try:
+            ballast.append(device.empty((size,), np.uint8))
+        except EngineError:
+            size //= 2
+    yield model, device
+    ballast.clear()
+
+
+def test_too_little_device_memory_is_said_with_both_numbers(full_device: tuple[Qwen3TTS, Device]) -> None:
+    model, device = full_device
+    session: Any = model.talker._session
+    free = device.free_bytes()
+    need = 2 * 2 * 4 * 4097 * model.talker.spec.decoder.num_key_value_heads * model.talker.spec.decoder.head_dim * 4
+    if need <= free:  # the driver kept a larger piece than it gave away
+        device.require(free, "what is free")
+        with pytest.raises(EngineError, match=r"needs [\d,.]+ MB of device memory, [\d,.]+ MB are free"):
+            device.require(free + 1, "one byte more")
+        return
+    with pytest.raises(
+        EngineError, match=r"llm\.engine: the KV cache of 4 row\(s\) and 4097 positions needs [\d,.]+ MB"
+    ):
+        session.start(4, 4096)
+    assert device.free_bytes() >= free, "nothing was allocated"
+
+
+def test_a_command_on_a_full_device_ends_in_one_error(
+    full_device: tuple[Qwen3TTS, Device], plans: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    child = command_line(plans("tts_a", "fp32"), tmp_path)
+    assert child.returncode in (1, 2), child.stdout
+    assert "Traceback" not in child.stderr
+    assert "memory" in child.stderr.lower()
+    assert not list(tmp_path.rglob("*.wav"))
+
+
+def test_a_mixture_of_precisions_is_refused(plans: Callable[[str, str], Path], fusable: Path, tmp_path: Path) -> None:
+    """An FP32 Talker's embedding is no table for the kernels of an FP16 CodePredictor."""
+    engine = shutil.copytree(fusable, tmp_path / "engine")
+    for name in ("embedding.safetensors", "config.json"):
+        shutil.copyfile(plans("tts_a", "fp32") / "talker" / name, engine / "talker" / name)
+    with pytest.raises((ConfigError, EngineError)):
+        CodePredictor.from_engine_dir(engine / "code_predictor", device="cuda", executor="fused")
+
+
+def command_line(engine: Path, folder: Path, *, before: str = "") -> subprocess.CompletedProcess[str]:
+    """Speak a text in a process of its own, behind some lines of Python."""
+    code = f"{before}\nfrom trt_cpspec.cli import tts\ntts()"
+    args = ["--talkerEngineDir", engine / "talker", "--text", "Hello there.", "--device", "cuda", "--seed", "1"]
+    args += ["--outputAudioDir", folder / "audio", "--outputFile", folder / "out.json"]
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+TRAP = """
+from cuda.core import LaunchConfig, Program, ProgramOptions, Stream, launch
+from trt_cpspec.pipeline import Qwen3TTS
+real = Qwen3TTS.prepare
+def prepare(self, *args, **kwargs):
+    made = real(self, *args, **kwargs)
+    device = self.predictor._session.device
+    arch = "sm_%d%d" % device.compute_capability
+    source = 'extern "C" __global__ void spoil() { asm("trap;"); }'
+    kernel = Program(source, "c++", ProgramOptions(arch=arch)).compile("cubin").get_kernel("spoil")
+    launch(Stream.from_handle(device.stream), LaunchConfig(grid=1, block=1), kernel)
+    return made
+Qwen3TTS.prepare = prepare
+"""
+
+
+@pytest.mark.parametrize("executor", ["engine", "fused"])
+def test_a_device_that_goes_away_ends_in_one_error(
+    executor: str, plans: Callable[[str, str], Path], fusable: Path, tmp_path: Path
+) -> None:
+    """A kernel traps on the stream of the model: every call behind it fails, once and in words."""
+    child = command_line(fusable if executor == "fused" else plans("tts_a", "fp32"), tmp_path, before=TRAP)
+    logger.info(child.stderr)
+    assert child.returncode == 1
+    assert "Traceback" not in child.stderr
+    assert child.stderr.count("requests[0] failed: ") == 1
+    (response,) = json.loads((tmp_path / "out.json").read_text())["responses"]
+    assert response["output_text"] == "FAILED"
+    assert not list(tmp_path.rglob("*.wav"))
+
+
+def test_a_killed_run_and_a_killed_build_on_the_device(plans: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """The next run speaks as if nothing had been, the next build completes the engine."""
+    engine = plans("tts_a", "fp32")
+    build = ["--checkpointDir", GOLDEN / "tts_a" / "checkpoint", "--engineDir", tmp_path / "engine"]
+    build += ["--backend", "tensorrt", "--precision", "fp32", "--builderOptimizationLevel", "0"]
+
+    def args(folder: Path) -> list[str | Path]:
+        given = ["--talkerEngineDir", engine / "talker", "--text", "Hi.", "--seed", "1", "--device", "cuda"]
+        return [*given, "--outputAudioDir", folder / "audio", "--outputFile", folder / "out.json"]
+
+    with Children() as children:
+        good = children.run("tts", *args(tmp_path / "good"), watched=tmp_path / "good")
+        assert good["code"] == 0, good
+        codes = load_file(tmp_path / "good" / "audio" / "rvq_req0.safetensors")["rvq_codes"]
+        for moment in range(4, len(good["changes"]), 4):
+            folder = tmp_path / str(moment)
+            assert children.run("tts", *args(folder), watched=folder, moment=moment)["killed"]
+            assert children.run("tts", *args(folder), watched=folder)["code"] == 0
+            again = load_file(folder / "audio" / "rvq_req0.safetensors")["rvq_codes"]
+            np.testing.assert_array_equal(again, codes)
+        whole = children.run("build", *build, watched=tmp_path / "engine")
+        assert whole["code"] == 0, whole
+        for moment in (len(whole["changes"]) - 20, len(whole["changes"]) - 12):
+            run = children.run("build", *build, watched=tmp_path / "engine", moment=moment)
+            assert run["killed"]
+            try:
+                Qwen3TTS.from_engine_dir(tmp_path / "engine", device="cpu")
+            except (ConfigError, EngineError) as error:
+                logger.info(str(error))
+        assert children.run("build", *build, watched=tmp_path / "engine")["code"] == 0
+        spoken = args(tmp_path / "last")
+        spoken[1] = tmp_path / "engine" / "talker"
+        assert children.run("tts", *spoken, watched=tmp_path / "last")["code"] == 0

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trt_cpspec.builder.synthetic import AudioSize, DecoderSize, OmniSpec, Visio
 from trt_cpspec.audio_input import AudioFront, log_mel, read_clip, resampled
 from trt_cpspec.cli import llm
 from trt_cpspec.config import Section
-from trt_cpspec.encoders import Encoders, table_corners
+from trt_cpspec.encoders import table_corners
 from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.image_input import MAX_PATCHES, ImageFront, cut, read_image, resized_size
 from trt_cpspec.multimodal import rotary_positions
@@ -826,9 +827,7 @@ def test_encoders_that_cannot_be_built(
 def test_an_encoders_config_must_be_its_own(omni_copy: Path, omni: Any) -> None:
     path = omni_copy / "multimodal" / "audio" / "config.json"
     path.write_text((omni_copy / "multimodal" / "visual" / "config.json").read_text())
-    encoders = Encoders(
-        folder=omni_copy / "multimodal", runtime=omni.model.encoders.runtime, hidden_size=64, num_deepstack_features=1
-    )
+    encoders = replace(omni.model.encoders, folder=omni_copy / "multimodal")
     with pytest.raises(EngineError, match="model_type is 'qwen3_omni_vision_encoder', not 'qwen3_omni_audio_encoder'"):
         encoders.audio()
     assert Section.from_file(path).text("model_type") == "qwen3_omni_vision_encoder"

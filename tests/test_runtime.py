@@ -60,11 +60,15 @@ class FakeDevice:
             CUDA_MEMCPY2D=SimpleNamespace, CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_DEVICE="device")
         )
         self.captured = self.launched = 0
+        self.required: list[tuple[int, str]] = []
         self.pins: list[weakref.ref[np.ndarray]] = []
         self.at_synchronize: Callable[[], None] = lambda: None
 
     def make_current(self) -> None:
         pass
+
+    def require(self, nbytes: int, what: str) -> None:
+        self.required.append((nbytes, what))
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
         return FakeArray(shape, dtype)
@@ -719,6 +723,40 @@ def test_a_plan_that_cannot_be_captured_runs_without_graphs(tmp_path: Path, capl
     assert [record.message for record in caplog.records] == [
         "its passes are put on the stream one by one, not as CUDA graphs: this engine is not stream capturable"
     ]
+
+
+@pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])
+def test_memory_is_compared_before_it_is_taken(unread: list[str], tmp_path: Path) -> None:
+    """What is asked for is what the arrays of a batch then take, and where it is refused none of them is made."""
+    engine = FakeEngine()
+    engine.names += unread
+    session, device = session_of(tmp_path, engine)
+    assert device.required[0] == (engine.device_memory_size_v2, f"{session.plan.path}: its workspace")
+    made: list[int] = []
+    real = device.empty
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> FakeArray:
+        array = real(shape, dtype)
+        made.append(array.nbytes)
+        return array
+
+    device.empty = device.zeros = empty
+    session.start(3, 8)
+    assert sum(made) == device.required[-1][0]
+    made.clear()
+    session.forward(np.zeros((3, 20, HIDDEN), np.float32), np.tile(np.arange(20), (3, 1)))
+    assert sum(made) == device.required[-1][0]
+
+    def refuse(nbytes: int, what: str) -> None:
+        raise EngineError(f"{what} needs {nbytes}")
+
+    made.clear()
+    device.require = refuse
+    with pytest.raises(EngineError, match=r"the KV cache of 2 row\(s\) and 96 positions needs"):
+        session.start(2, 80)
+    assert made == []
+    del device.require
+    session.start(3, 8)
 
 
 @pytest.mark.parametrize("unread", [[], ["accept_hidden_states"]])

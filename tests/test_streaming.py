@@ -314,9 +314,8 @@ def test_a_stream_that_nobody_reads_on_holds_up_nothing(lively: Qwen3TTS, said: 
 
 def test_a_stream_that_waits_for_the_model_can_be_left(lively: Qwen3TTS, omni: Any) -> None:
     for busy, stream in (
-        (lively._busy, lively.synthesize_stream("Hi.", **SAID)),
-        (omni.model._busy, omni.model.respond_stream("Hi", seed=1)),
-        (omni.model.voice._busy, omni.model.respond_stream("Hi", seed=1)),
+        (lively.lock, lively.synthesize_stream("Hi.", **SAID)),
+        (omni.model.voice.lock, omni.model.respond_stream("Hi", seed=1)),
     ):
         with busy:
             stream._thread.start()  # as the first chunk that is asked for does, which would not come

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from .config import Section
 from .errors import ConfigError
-from .text import check_no_special, check_unicode, checked_tokenizer, read_tokenizer, special_tokens
+from .sandbox import TemplateEnvironment, render
+from .text import check_no_special, check_unicode, checked_tokenizer, read_tokenizer, refusing, special_tokens
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_CONFIGS = ("chat_template.json", "tokenizer_config.json")
@@ -52,8 +49,8 @@ class ChatTokenizer:
         self._variables = variables
         self._where = where
         try:
-            self._template = _environment().from_string(template)
-        except jinja2.TemplateError as error:
+            self._template = TemplateEnvironment().from_string(template)
+        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise ConfigError(f"{where}: the chat template cannot be read: {error}") from error
 
     @classmethod
@@ -81,15 +78,18 @@ class ChatTokenizer:
         for index, message in enumerate(messages):
             self._check_content(message["content"], f"messages[{index}].content")
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._variables
+            return render(
+                lambda: self._template.generate(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._variables
+                )
             )
         except Exception as error:  # its own, and whatever Python's operators raise in it
             raise ConfigError(f"{self._where}: the chat template refuses the messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered prompt, special tokens among them."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with refusing(f"{self._where}: the tokenizer cannot read the prompt"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,27 +109,6 @@ def system_prompt(rendered: str) -> str:
         return ""
     content, _, _ = rendered[len(SYSTEM_START) :].partition(SEGMENT_START)
     return SYSTEM_START + content
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment in which ``transformers`` 4.57 renders chat templates.
-
-    A template is a file of a stranger's checkpoint: it is run in a sandbox that gives it nothing to change.
-    """
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _read_template(folder: Path) -> str:

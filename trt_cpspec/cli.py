@@ -17,7 +17,7 @@ import click
 
 from . import outputs
 from .config import AUTO, EXECUTORS, MAX_VERIFY_SIZE, MODES, Mode, checked_verify_size
-from .errors import ConfigError, CpSpecError, EngineError
+from .errors import ConfigError, CpSpecError, EngineError, out_of_memory
 from .inspection import describe_engine_dir, format_description
 from .requests import ChatRequest, Request, RequestFile, make_chat, read_chat_file, read_request_file
 
@@ -58,6 +58,8 @@ def reports_errors(function: F) -> F:
                 raise  # click's: the reader of standard output has gone
             logger.debug("where it was raised:", exc_info=True)
             raise UserError(str(error)) from error
+        except MemoryError as error:
+            raise UserError(str(out_of_memory(error))) from error
 
     return wrapped  # type: ignore[return-value]
 
@@ -705,14 +707,41 @@ def _open_omni(options: dict[str, Any]) -> Qwen3Omni:
 
 @click.command("inspect")
 @click.argument("engine_dir", type=PathOption)
+@click.option("--memory", is_flag=True, help="Say how much memory each component takes, and nothing else.")
+@click.option(
+    "--batchSize",
+    "batch",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="With --memory: rows spoken at once. [default: 1]",
+)
+@click.option(
+    "--cpSpecVerifySize",
+    "verify_size",
+    metavar="N",
+    type=int,
+    help="With --memory: positions of a verify pass. [default: the engine's widest]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reports_errors
-def inspect(engine_dir: Path, as_json: bool) -> None:
+def inspect(engine_dir: Path, memory: bool, batch: int | None, verify_size: int | None, as_json: bool) -> None:
     """Say what an engine folder can do.
 
     Of each component in ENGINE_DIR: what it is, its limits, the Talker's speakers and languages, and whether and how
-    wide the CodePredictor can verify.
+    wide the CodePredictor can verify. With --memory: its weights, its KV cache at the longest, and an estimate of the
+    workspace of a pass.
     """
+    if memory:
+        from .memory import describe_memory, format_memory, memory_needed  # noqa: PLC0415  it loads ONNX Runtime
+
+        needs = memory_needed(engine_dir, batch=batch, verify_size=verify_size)
+        if as_json:
+            print_json(describe_memory(needs))
+        else:
+            click.echo(format_memory(needs))
+        return
+    if batch is not None or verify_size is not None:
+        raise ConfigError("--batchSize and --cpSpecVerifySize go with --memory")
     description = describe_engine_dir(engine_dir)
     if as_json:
         print_json(description)

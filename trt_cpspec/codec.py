@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import Section
+from .config import MAX_CODE_GROUPS, MAX_SAMPLE_RATE, Section
 from .errors import ConfigError, EngineError
 from .runtime import CodecGraph, Runtime, StaticGraph
 
@@ -69,11 +69,16 @@ class CodecConfig:
             )
         codec = section.section("code2wav_config")
         factors = codec.integers("upsample_rates") + codec.integers("upsampling_ratios")
+        if not factors or min(factors) < 1 or math.prod(factors) > MAX_SAMPLE_RATE:
+            raise ConfigError(
+                f"{codec.where}: upsample_rates and upsampling_ratios must be positive and their product, the samples "
+                f"of a frame, at most {MAX_SAMPLE_RATE}"
+            )
         section.require("samples_per_frame", math.prod(factors))
         return cls(
-            num_quantizers=codec.integer("num_quantizers", minimum=1),
+            num_quantizers=codec.integer("num_quantizers", minimum=1, maximum=MAX_CODE_GROUPS),
             codebook_size=codec.integer("codebook_size", minimum=1),
-            sample_rate=section.integer("sample_rate", minimum=1),
+            sample_rate=section.integer("sample_rate", minimum=1, maximum=MAX_SAMPLE_RATE),
             samples_per_frame=section.integer("samples_per_frame", minimum=1),
             max_code_len=section.section("builder_config").integer("max_code_len", minimum=1),
             is_omni=section.text("model_type") == OMNI_TYPE,

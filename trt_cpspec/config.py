@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .errors import ConfigError, EngineError, did_you_mean
+from .errors import ConfigError, EngineError, did_you_mean, shown
 
 MAX_VERIFY_SIZE = 8
 """Widest verification window."""
@@ -20,6 +19,9 @@ MAX_SPECULATIVE_CODEBOOK = 4096
 
 MIN_SPECULATIVE_DEPTHS = 3
 """Residual depths of which one can be drafted: the first comes from the prefill, the last is always a bonus."""
+
+SPECIAL_CODES = 1024
+"""Ids at the top of the Talker's vocabulary that are no audio codes: suppressed, all but the end (``qwen_tts``)."""
 
 CODE_PREDICTOR_SUFFIX = "_code_predictor"
 """A folder is a CodePredictor when its config's ``model`` ends with this (reference: Edge-LLM)."""
@@ -38,6 +40,14 @@ TRIAL_TEXT = (
 """What is spoken for a measurement where no text is given."""
 
 FinishReason = Literal["eos", "length"]
+
+MAX_INTEGER = 2**31 - 1
+"""Largest integer of a config: sizes, limits and ids are 32-bit numbers in every graph and every plan."""
+
+MAX_LAYERS = 1024
+MAX_CODE_GROUPS = 1024
+MAX_SAMPLE_RATE = 768_000
+"""Bounds of what is counted one by one, or multiplied, before any tensor confirms it; no release comes near them."""
 
 
 class Section:
@@ -70,19 +80,21 @@ class Section:
         """Return whether the key is there and not null."""
         return self.values.get(key) is not None
 
-    def integer(self, key: str, *, minimum: int | None = None) -> int:
-        """Return an integer; ``true`` and ``"16"`` are none."""
+    def integer(self, key: str, *, minimum: int | None = None, maximum: int = MAX_INTEGER) -> int:
+        """Return an integer; ``true`` and ``"16"`` are none, and neither is what 32 bits do not hold."""
         value: int = self._typed(key, int, "an integer")
         if minimum is not None and value < minimum:
-            raise ConfigError(f"{self.where}: {key} is {value}, it must be at least {minimum}")
+            raise ConfigError(f"{self.where}: {key} is {shown(value)}, it must be at least {minimum}")
+        if not -maximum <= value <= maximum:
+            raise ConfigError(f"{self.where}: {key} is {shown(value)}, it must be at most {maximum}")
         return value
 
     def number(self, key: str) -> float:
         """Return a finite number as float."""
-        value = float(self._typed(key, (int, float), "a number"))
-        if not math.isfinite(value):
-            raise ConfigError(f"{self.where}: {key} is {value}, it must be finite")
-        return value
+        value = self._typed(key, (int, float), "a number")
+        if not abs(value) <= sys.float_info.max:
+            raise ConfigError(f"{self.where}: {key} is {shown(value)}, it must be finite")
+        return float(value)
 
     def text(self, key: str) -> str:
         """Return a string."""
@@ -101,8 +113,8 @@ class Section:
     def integers(self, key: str) -> tuple[int, ...]:
         """Return a list of integers."""
         value = self.list(key)
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
-            raise ConfigError(f"{self.where}: {key} must hold integers only, it is {value!r:.80}")
+        if not all(isinstance(item, int) and not isinstance(item, bool) and abs(item) <= MAX_INTEGER for item in value):
+            raise ConfigError(f"{self.where}: {key} must hold integers of 32 bits only, it is {value!r:.80}")
         return tuple(value)
 
     def list(self, key: str) -> list[Any]:
@@ -114,7 +126,7 @@ class Section:
         """Check that a key has the one value that is supported."""
         value = self._get(key)
         if value != expected or type(value) is not type(expected):
-            raise ConfigError(f"{self.where}: {key} is {value!r}, only {expected!r} is supported")
+            raise ConfigError(f"{self.where}: {key} is {value!r:.80}, only {expected!r:.80} is supported")
 
     def _get(self, key: str) -> Any:
         if key not in self.values:
@@ -161,6 +173,7 @@ class DecoderSpec:
         """Read every field from a config object; errors name the key."""
         floats = {"rope_theta": section.number("rope_theta"), "rms_norm_eps": section.number("rms_norm_eps")}
         integers = {f.name: section.integer(f.name, minimum=1) for f in fields(cls) if f.name not in floats}
+        section.integer("num_hidden_layers", maximum=MAX_LAYERS)
         try:
             return cls(**integers, **floats)  # type: ignore[arg-type]
         except ConfigError as error:
@@ -215,7 +228,7 @@ class CodePredictorSpec:
         builder = section.section("builder_config")
         return cls(
             decoder=DecoderSpec.from_section(section),
-            num_code_groups=section.integer("num_code_groups", minimum=2),
+            num_code_groups=section.integer("num_code_groups", minimum=2, maximum=MAX_CODE_GROUPS),
             talker_hidden_size=section.integer("talker_hidden_size", minimum=1),
             max_verify_size=builder.integer("max_verify_size", minimum=1),
             limits=EngineLimits.from_section(builder),
@@ -252,11 +265,11 @@ class SamplingParams:
         for name in ("temperature", "top_p", "repetition_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-                raise ConfigError(f"{name} must be a finite number, it is {value!r}")
+                raise ConfigError(f"{name} must be a finite number, it is {shown(value)}")
         if self.temperature < 0 or 0 < self.temperature < 1e-5:
             raise ConfigError(f"temperature is {self.temperature}; give 0 for argmax, or at least 1e-5")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k!r}; give 0 for all codes, or a positive integer")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not 0 <= self.top_k <= MAX_INTEGER:
+            raise ConfigError(f"top_k is {shown(self.top_k)}; give 0 for all codes, or an integer up to {MAX_INTEGER}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.repetition_penalty <= 0:
@@ -404,11 +417,11 @@ class TalkerSpec:
             min_frames=2,
             tts_model_type=section.text("tts_model_type"),
             tts_model_size=section.text("tts_model_size"),
-            languages={name.lower(): languages.integer(name) for name in languages.values},
+            languages={name.lower(): languages.integer(name, minimum=0) for name in languages.values},
             dialects={k.lower(): v for k, v in section.section("spk_is_dialect").values.items() if v},
             defaults=SamplingDefaults.from_section(section.section("generation_config")),
             **cls._common(section, omni=False),
-        )
+        )._checked(section.where)
 
     @classmethod
     def _of_omni(cls, section: Section) -> TalkerSpec:
@@ -427,16 +440,41 @@ class TalkerSpec:
             dialects={},
             defaults=SamplingDefaults.from_omni_section(section.section("generation_config")),
             **common,
-        )
+        )._checked(section.where)
+
+    def _checked(self, where: str) -> TalkerSpec:
+        """Return itself, once every id is one of its table and every dialect a language."""
+        codes = {name: value for name, value in asdict(self.ids).items() if name.startswith("codec_")}
+        codes |= {f"speaker {name}": value for name, value in self.speakers.items()}
+        codes |= {f"language {name}": value for name, value in self.languages.items()}
+        for name, value in codes.items():
+            if value >= self.decoder.vocab_size:
+                raise ConfigError(f"{where}: {name} is {value}, vocab_size is {self.decoder.vocab_size}")
+        for name in () if self.is_omni else ("tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id"):
+            if getattr(self.ids, name) >= self.text_vocab_size:
+                raise ConfigError(
+                    f"{where}: {name} is {getattr(self.ids, name)}, text_vocab_size is {self.text_vocab_size}"
+                )
+        for speaker, dialect in self.dialects.items():
+            if not isinstance(dialect, str) or dialect not in self.languages:
+                raise ConfigError(
+                    f"{where}: spk_is_dialect of {speaker} is {dialect!r:.80}, no key of codec_language_id"
+                )
+        if self.decoder.vocab_size <= SPECIAL_CODES:
+            raise ConfigError(
+                f"{where}: vocab_size is {self.decoder.vocab_size}, it must exceed the {SPECIAL_CODES} ids that are no "
+                f"audio codes"
+            )
+        return self
 
     @staticmethod
     def _common(section: Section, *, omni: bool) -> dict[str, Any]:
         speakers = section.section("speaker_id")
         return {
             "decoder": DecoderSpec.from_section(section),
-            "num_code_groups": section.integer("num_code_groups", minimum=2),
+            "num_code_groups": section.integer("num_code_groups", minimum=2, maximum=MAX_CODE_GROUPS),
             "ids": TalkerIds.from_section(section, omni=omni),
-            "speakers": {name.lower(): speakers.integer(name) for name in speakers.values},
+            "speakers": {name.lower(): speakers.integer(name, minimum=0) for name in speakers.values},
             "limits": EngineLimits.from_section(section.section("builder_config")),
         }
 
@@ -573,7 +611,7 @@ def checked_verify_size(requested: int) -> int:
     allowed = (0, *range(2, MAX_VERIFY_SIZE + 1))
     if isinstance(requested, bool) or not isinstance(requested, int) or requested not in allowed:
         raise ConfigError(
-            f"a verify size of {requested!r} is not possible: give 0 to switch speculation off, or 2 to "
+            f"a verify size of {shown(requested)} is not possible: give 0 to switch speculation off, or 2 to "
             f"{MAX_VERIFY_SIZE} (the committed code and 1 to {MAX_VERIFY_SIZE - 1} drafts)"
         )
     return requested

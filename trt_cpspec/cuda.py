@@ -6,6 +6,7 @@ Nothing is imported from cuda-python before a :class:`Device` is made.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .errors import EngineError
+
+_OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+_LOST = frozenset({4, 214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+"""Statuses behind which no call of the process succeeds: the device has gone, or its context is spoilt."""
+
+_LOST_HINT = "the GPU cannot be used by this process any more: start it again, and see the driver's log if that recurs"
 
 INSTALL_HINT = 'pip install "trt_cpspec[cuda]"'
 
@@ -54,8 +62,8 @@ class Device:
             raise EngineError(f"CUDA device {ordinal} does not exist, there are {count}")
         device = self.call("cuDeviceGet", ordinal)
         self._device = device
-        self._context = self.call("cuDevicePrimaryCtxRetain", device)
-        self._thread = -1
+        self.context = self.call("cuDevicePrimaryCtxRetain", device)
+        self._current = threading.local()
         self.make_current()
         self.compute_capability = (
             self.attribute("COMPUTE_CAPABILITY_MAJOR"),
@@ -64,6 +72,7 @@ class Device:
         self.name = self.call("cuDeviceGetName", 128, device).split(b"\0")[0].decode().strip()
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         self.stream = int(self.call("cuStreamCreate", flags))
+        weakref.finalize(self, _release, driver, self.context, "cuStreamDestroy", self.stream)
 
     def attribute(self, name: str) -> int:
         """Return a number of the device, by the driver's name of it without ``CU_DEVICE_ATTRIBUTE_``."""
@@ -72,17 +81,47 @@ class Device:
 
     def make_current(self) -> None:
         """Make its context the calling thread's: the thread that uses a device need not be the one that opened it."""
-        thread = threading.get_ident()
-        if thread != self._thread:
-            self.call("cuCtxSetCurrent", self._context)
-            self._thread = thread
+        # Not by the thread's number, which the next thread takes over when one has ended.
+        if not getattr(self._current, "is_set", False):
+            self.call("cuCtxSetCurrent", self.context)
+            self._current.is_set = True
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a driver function and return its result; any status but success is an EngineError."""
         status, *results = getattr(self.driver, function)(*arguments)
         if int(status) != 0:
-            raise EngineError(f"{function} failed: {status.name} ({int(status)})")
+            hint = f"; {_LOST_HINT}" if int(status) in _LOST else ""
+            raise EngineError(f"{function} failed: {status.name} ({int(status)}){hint}")
         return results[0] if len(results) == 1 else tuple(results)
+
+    def free_bytes(self) -> int:
+        """Return how much device memory is free."""
+        return int(self.call("cuMemGetInfo")[0])
+
+    def require(self, nbytes: int, what: str) -> None:
+        """Compare what is about to be allocated with what is free.
+
+        Raises
+        ------
+        EngineError
+            It does not fit; the message has both numbers.
+        """
+        free = self.free_bytes()
+        if nbytes > free:
+            raise EngineError(
+                f"{what} needs {nbytes / 1e6:,.1f} MB of device memory, {free / 1e6:,.1f} MB are free on {self.name}: "
+                f"close other programs, give a smaller --batchSize, or build with a smaller --maxBatchSize or "
+                f"--maxKVCacheCapacity; cpspec inspect --memory says what an engine takes"
+            )
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate device memory and return its address; where there is too little, the error has both numbers."""
+        try:
+            return int(self.call("cuMemAlloc", nbytes))
+        except EngineError as error:
+            if _OUT_OF_MEMORY in str(error):
+                self.require(nbytes, "an array")
+            raise
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
         """Allocate device memory, not initialised."""
@@ -100,7 +139,7 @@ class Device:
         nbytes = max(int(np.prod(shape)) * kind.itemsize, 1)
         address = int(self.call("cuMemHostAlloc", nbytes, 0))
         buffer = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(buffer, _release, self.driver.cuMemFreeHost, address)
+        weakref.finalize(buffer, _release, self.driver, self.context, "cuMemFreeHost", address)
         flat: NDArray[Any] = np.frombuffer(memoryview(buffer), kind, int(np.prod(shape)))
         array = flat.reshape(shape)
         array[...] = 0
@@ -156,14 +195,14 @@ class Device:
         self, graph: Any, before: Callable[[], None], body: Callable[[int], None], after: Callable[[], None]
     ) -> None:
         driver = self.driver
-        handle = self.call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)  # 1 at each launch
+        handle = self.call("cuGraphConditionalHandleCreate", graph, self.context, 1, 1)  # 1 at each launch
         first = self._add_child(graph, [], before)
         parameters = driver.CUgraphNodeParams()
         parameters.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         parameters.conditional.handle = handle
         parameters.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         parameters.conditional.size = 1
-        parameters.conditional.ctx = self._context
+        parameters.conditional.ctx = self.context
         # cuda-python 12 has the call with edge data under a name of its own, 13 under the plain one.
         add_node = "cuGraphAddNode_v2" if hasattr(driver, "cuGraphAddNode_v2") else "cuGraphAddNode"
         loop = self.call(add_node, graph, [first], None, 1, parameters)
@@ -199,9 +238,9 @@ class DeviceArray:
 
     def __init__(self, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.device, self.shape, self.dtype = device, shape, dtype
-        self.nbytes = int(np.prod(shape)) * dtype.itemsize
-        self.address = int(device.call("cuMemAlloc", max(self.nbytes, 1)))
-        weakref.finalize(self, _release, device.driver.cuMemFree, self.address)
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self.address = device.allocate(max(self.nbytes, 1))
+        weakref.finalize(self, _release, device.driver, device.context, "cuMemFree", self.address)
 
     def zero(self) -> None:
         """Zero it, on the stream."""
@@ -214,7 +253,7 @@ class Graph:
     def __init__(self, device: Device, graph: Any) -> None:
         self._device = device
         self._executable = device.call("cuGraphInstantiate", graph, 0)
-        weakref.finalize(self, _release, device.driver.cuGraphExecDestroy, self._executable)
+        weakref.finalize(self, _release, device.driver, device.context, "cuGraphExecDestroy", self._executable)
         device.call("cuGraphDestroy", graph)
 
     def launch(self) -> None:
@@ -222,6 +261,9 @@ class Graph:
         self._device.call("cuGraphLaunch", self._executable, self._device.stream)
 
 
-def _release(function: Callable[[Any], Any], handle: Any) -> None:
+def _release(driver: Any, context: Any, function: str, handle: Any) -> None:
+    # The thread that drops the last reference may never have used the device, and without its context frees nothing.
     # At interpreter exit the driver may be gone: nothing is left to free then, and nobody to tell.
-    function(handle)
+    driver.cuCtxPushCurrent(context)
+    getattr(driver, function)(handle)
+    driver.cuCtxPopCurrent()

@@ -59,18 +59,18 @@ class DeviceTables:
         depths = range(spec.num_code_groups - 1)
         heads = TensorFile(folder / "lm_heads.safetensors")
         tables = TensorFile(folder / "codec_embeddings.safetensors")
-        projection = None
+        dtype, projection = heads.info("lm_head_0.weight").dtype, None
         if (folder / "small_to_mtp_projection.safetensors").is_file():
             file = TensorFile(folder / "small_to_mtp_projection.safetensors")
-            projection = (_uploaded(device, [file.rows("weight").stored]), _uploaded(device, [file.read("bias")]))
+            projection = (_uploaded(device, [file.stored("weight", dtype)]), _uploaded(device, [file.read("bias")]))
         return cls(
-            heads=_uploaded(device, [heads.rows(f"lm_head_{depth}.weight").stored for depth in depths]),
-            embeddings=_uploaded(device, [tables.rows(f"embedding_{depth}").stored for depth in depths]),
+            heads=_uploaded(device, [heads.stored(f"lm_head_{depth}.weight", dtype) for depth in depths]),
+            embeddings=_uploaded(device, [tables.stored(f"embedding_{depth}", dtype) for depth in depths]),
             talker_embedding=_uploaded(
-                device, [TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored]
+                device, [TensorFile(talker_dir / "embedding.safetensors").stored("embedding", dtype)]
             ),
             projection=projection,
-            dtype=heads.info("lm_head_0.weight").dtype,
+            dtype=dtype,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,11 @@ from numpy.typing import NDArray
 
 from .audio_input import AudioFront
 from .config import Section
+from .durable import check_finished
 from .errors import ConfigError, EngineError
 from .image_input import ImageFront, Patches
 from .runtime import AUDIO_PLAN, VISION_PLAN, Runtime, StaticGraph
+from .turns import ModelLock
 
 AUDIO_TYPE, VISION_TYPE = "qwen3_omni_audio_encoder", "qwen3_omni_vision_encoder"
 """``model_type`` in the configs of their folders."""
@@ -148,8 +149,12 @@ class VisionEncoder:
 class Encoders:
     """The encoders beside a Thinker, each opened when it is first asked for, by whichever thread asks.
 
+    To open one is work on the model's device: it waits until no other thread has the model's turn.
+
     Attributes
     ----------
+    lock : ModelLock
+        The model's.
     folder : Path
         Holds ``audio`` and ``visual``; either may be missing.
     runtime : Runtime
@@ -159,17 +164,19 @@ class Encoders:
         That the Thinker takes; None is one without three-axis positions, which cannot place an image.
     """
 
+    lock: ModelLock
     folder: Path
     runtime: Runtime
     hidden_size: int
     num_deepstack_features: int | None
     _audio: AudioEncoder | None = field(default=None, init=False)
     _vision: VisionEncoder | None = field(default=None, init=False)
-    _opening: threading.Lock = field(default_factory=threading.Lock, init=False, compare=False)
 
     def audio(self) -> AudioEncoder:
         """Return the audio encoder; a ConfigError says what to build where there is none."""
-        with self._opening:
+        if self._audio is not None:  # whoever has the turn
+            return self._audio
+        with self.lock:
             if self._audio is None:
                 encoder = AudioEncoder.from_engine_dir(self._there(AUDIO_FOLDER, "audio"), runtime=self.runtime)
                 self._check_width(AUDIO_FOLDER, encoder.hidden_size)
@@ -178,7 +185,9 @@ class Encoders:
 
     def vision(self) -> VisionEncoder:
         """Return the vision encoder; a ConfigError says what to build where there is none."""
-        with self._opening:
+        if self._vision is not None:
+            return self._vision
+        with self.lock:
             if self._vision is None:
                 folder = self._there(VISION_FOLDER, "image")
                 encoder = VisionEncoder.from_engine_dir(folder, runtime=self.runtime)
@@ -194,6 +203,7 @@ class Encoders:
 
     def _there(self, name: str, kind: str) -> Path:
         folder = self.folder / name
+        check_finished(folder)  # again: it may have been built anew since the model was opened
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"{kind} input needs the encoder {folder}, which is not there: build the engine folder from a "

@@ -47,6 +47,27 @@ class SpeechError(EngineError):
         self.text, self.token_ids = text, token_ids
 
 
+def shown(value: object) -> str:
+    """Return the start of what a value looks like, for a message: also of an integer that Python does not print."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # thousands of digits, alone or in a list
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else "something with a huge integer"
+
+
+def out_of_memory(error: MemoryError) -> EngineError:
+    """Return the library's error for a machine whose memory is used up."""
+    return EngineError(
+        f"the memory of this machine is used up ({error or 'no more can be had'}): close other programs, or give a "
+        f"smaller --batchSize; cpspec inspect --memory says what an engine takes"
+    )
+
+
+def as_engine_error(error: EngineError | MemoryError) -> EngineError:
+    """Return what ended a computation as the error that its request is told of."""
+    return error if isinstance(error, EngineError) else out_of_memory(error)
+
+
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return the tail of an error message: the closest allowed names, or all of them.
 

@@ -8,6 +8,7 @@ one launch. What the kernel does, and how its weights are packed, is in ``kernel
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -281,17 +282,20 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
     def packed(name: str, parts: Iterable[Words]) -> list[Words]:
         return [products[name].pack(part).reshape(-1) for part in parts]
 
+    def bits(file: TensorFile, name: str) -> Words:
+        return file.stored(name, plan.dtype).view(np.uint16)
+
     def stacked(suffix: str) -> NDArray[np.float32]:
         return np.stack([weights.vector(f"layers.{layer}.{suffix}") for layer in layers])
 
     projection = TensorFile(folder / "small_to_mtp_projection.safetensors") if plan.projected else None
     parts = [
-        *(packed("projection", [_bits(projection.rows("weight").stored)]) if projection else []),
+        *(packed("projection", [bits(projection, "weight")]) if projection else []),
         *packed("qkv", (weights.matrix(f"layers.{i}.self_attn.q_proj.weight+k_proj+v_proj") for i in layers)),
         *packed("o", (weights.matrix(f"layers.{i}.self_attn.o_proj.weight") for i in layers)),
         *packed("gate_up", (_paired(weights.matrix(f"layers.{i}.mlp.gate_proj.weight+up_proj")) for i in layers)),
         *packed("down", (weights.matrix(f"layers.{i}.mlp.down_proj.weight") for i in layers)),
-        *packed("heads", (_bits(side["lm_heads"].rows(f"lm_head_{i}.weight").stored) for i in depths)),
+        *packed("heads", (bits(side["lm_heads"], f"lm_head_{i}.weight") for i in depths)),
     ]
     arrays: dict[str, NDArray[Any]] = {
         "weights": np.concatenate(parts),
@@ -301,8 +305,8 @@ def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, N
         # All query heads share a row, and all key heads.
         "head_norm": np.ascontiguousarray(stacked("self_attn.qk_norm")[:, [0, -1]]),
         "rotary": plan.rotary(),
-        "talker_table": _bits(TensorFile(talker_dir / "embedding.safetensors").rows("embedding").stored),
-        "tables": np.stack([_bits(side["codec_embeddings"].rows(f"embedding_{i}").stored) for i in depths]),
+        "talker_table": bits(TensorFile(talker_dir / "embedding.safetensors"), "embedding"),
+        "tables": np.stack([bits(side["codec_embeddings"], f"embedding_{i}") for i in depths]),
     }
     if projection:
         arrays["bias"] = projection.read("bias")
@@ -350,7 +354,7 @@ class GraphWeights:
             raise EngineError(f"{missing} does not exist; build the folder again from the checkpoint")
         try:
             self._index: dict[str, Any] = dict(json.loads(index.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise EngineError(f"{index} is damaged ({error}); build the folder again from the checkpoint") from error
         marks = [name for name in self._index if name.endswith("layers.0.input_layernorm.weight")]
         if not marks:
@@ -377,19 +381,20 @@ class GraphWeights:
         entry = self._entry(name)
         try:
             kind = np.dtype(np.float32 if entry["dtype"] == "F32" else np.uint16)
-            return np.memmap(self._path, kind, "r", entry["offset"], tuple(entry["shape"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            shape = tuple(entry["shape"])
+            if math.prod(shape) * kind.itemsize + entry["offset"] > self._path.stat().st_size:
+                raise ValueError("it lies beyond the end of the file")
+            return np.memmap(self._path, kind, "r", entry["offset"], shape)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise EngineError(f"{self._path}: {name} cannot be read ({error}); build the folder again") from error
 
     def _entry(self, name: str) -> dict[str, Any]:
         if self._prefix + name not in self._index:
             raise EngineError(f"{self._path} has no weight {self._prefix}{name}; build the folder again")
-        entry: dict[str, Any] = self._index[self._prefix + name]
+        entry = self._index[self._prefix + name]
+        if not isinstance(entry, dict) or entry.get("dtype") not in ("F32", "F16", "BF16"):
+            raise EngineError(f"{self._path}: the index of {name} is damaged; build the folder again")
         return entry
-
-
-def _bits(stored: NDArray[Any]) -> Words:
-    return stored if stored.dtype == np.uint16 else stored.view(np.uint16)
 
 
 def _paired(matrix: Words) -> Words:
@@ -422,7 +427,9 @@ class FusedModel:
         self.device, self.plan = device, plan
         self._library = KernelLibrary(plan.macros())
         self._constant = {}
-        for name, array in model_arrays(plan, folder, talker_dir).items():
+        arrays = model_arrays(plan, folder, talker_dir)
+        device.require(sum(array.nbytes for array in arrays.values()), f"{folder}: the weights of the fused kernel")
+        for name, array in arrays.items():
             self._constant[name] = device.empty(array.shape, array.dtype)
             device.upload(self._constant[name], np.ascontiguousarray(array))
             device.synchronize()  # the array goes away
@@ -441,6 +448,8 @@ class FusedModel:
     def work(self, batch: int, drafts: int) -> dict[str, DeviceArray]:
         """Allocate the working memory of a batch."""
         layout = work_layout(self.plan, batch, drafts)
+        needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+        self.device.require(needed, f"the fused kernel's memory of {batch} row(s)")
         return {name: self.device.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
 
     def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:

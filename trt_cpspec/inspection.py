@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import CODE_PREDICTOR_SUFFIX, MAX_VERIFY_SIZE, Section, is_thinker, resolve_window
+from .durable import check_finished, engine_root, unfinished
 from .errors import ConfigError
 from .tensorfile import TensorFile
 
@@ -33,17 +34,28 @@ def describe_engine_dir(engine_dir: Path) -> list[dict[str, Any]]:
     ConfigError
         The directory does not exist, holds no component, or a file in it is damaged.
     """
+    folders = component_folders(engine_dir)
+    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+
+
+def component_folders(engine_dir: Path) -> list[Path]:
+    """Return every folder at or below a directory that has a ``config.json``, sorted; a ConfigError says of none."""
     if not engine_dir.is_dir():
         raise ConfigError(f"the engine folder {engine_dir} does not exist")
     folders = [path.parent for path in sorted(engine_dir.rglob("config.json")) if not _is_hidden(path, engine_dir)]
     if not folders:
         raise ConfigError(f"{engine_dir} holds no config.json: it is no engine folder; build one with cpspec-build")
-    return [*(_describe(folder, engine_dir) for folder in folders), *_missing(folders, engine_dir)]
+    return folders
+
+
+def component_kind(section: Section) -> str:
+    """Return what the component of a ``config.json`` is, in words: ``talker``, ``code predictor``, ..."""
+    return _kind(section.values.get("model") or section.values.get("model_type"), section)
 
 
 def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
     """Return an entry for each component that is not there beside one of those that speak."""
-    beside = dict.fromkeys(_engine_root(folder) for folder in folders if folder.name in _TTS and folder != root)
+    beside = dict.fromkeys(engine_root(folder) for folder in folders if folder.name in _TTS and folder != root)
     within = [parent for parent in beside if parent == root or root in parent.parents]
     absent = [path for parent in within for path in _places(parent, folders) if path not in folders]
     return [
@@ -57,10 +69,6 @@ def _missing(folders: list[Path], root: Path) -> list[dict[str, Any]]:
         }
         for path in absent
     ]
-
-
-def _engine_root(component: Path) -> Path:
-    return component.parent.parent if component.parent.name == "multimodal" else component.parent
 
 
 def _places(root: Path, folders: list[Path]) -> list[Path]:
@@ -84,6 +92,7 @@ def check_component(folder: Path, name: str) -> None:
     ConfigError
         It holds a checkpoint, another component, or the components themselves.
     """
+    check_finished(folder)
     kind = _folder_kind(folder)
     if kind == _KINDS[name]:
         return
@@ -105,7 +114,7 @@ def _folder_kind(folder: Path) -> str | None:
         section = Section.from_file(folder / "config.json")
     except ConfigError:
         return None
-    return _kind(section.values.get("model") or section.values.get("model_type"), section)
+    return component_kind(section)
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -121,11 +130,13 @@ def _describe(folder: Path, root: Path) -> dict[str, Any]:
     description = {
         "folder": root.resolve().name if folder == root else str(folder.relative_to(root)),
         "model": model,
-        "kind": _kind(model, section),
+        "kind": component_kind(section),
         "precision": section.values.get("precision"),
         "files": found,
         "limits": {key: limits[key] for key in _LIMITS if key in limits},
     }
+    if unfinished(folder) is not None:
+        description["unfinished"] = "its files, or those beside it, are of two builds: run the same cpspec-build again"
     if description["kind"] == "code predictor":
         description["verify"] = _verify(folder, limits, found)
     if description["kind"] == "codec decoder":
@@ -165,7 +176,7 @@ def _verify(folder: Path, limits: Mapping[str, Any], found: list[str]) -> dict[s
     if (folder / _HEADS).is_file():
         heads = TensorFile(folder / _HEADS)
         shapes = [heads.info(name).shape for name in heads.names()]
-        depths, codebook = len(shapes), shapes[0][0] if shapes else 0
+        depths, codebook = len(shapes), shapes[0][0] if shapes and shapes[0] else 0
     else:
         reasons.append(f"there is no {_HEADS}")
     if width is None:
@@ -197,9 +208,9 @@ def _format_one(entry: dict[str, Any]) -> str:
         "files": ", ".join(entry["files"]) or "no graph and no plan",
         "limits": ", ".join(f"{key} {value}" for key, value in entry["limits"].items()) or "not stated",
     }
-    for key in ("speakers", "languages"):
+    for key in ("unfinished", "speakers", "languages"):
         if entry.get(key):
-            facts[key] = ", ".join(entry[key])
+            facts[key] = entry[key] if isinstance(entry[key], str) else ", ".join(entry[key])
     if "streaming" in entry:
         facts["streaming"] = "yes" if entry["streaming"] else "no: built before streaming, build it again to have it"
     verify = entry.get("verify")

@@ -151,7 +151,10 @@ class KernelLibrary:
 
     def _load(self, name: str) -> Any:
         code = compile_source(source_of(name), self._macros, arch=f"sm_{self.device.arch}")
-        return code.get_kernel(name)
+        try:
+            return code.get_kernel(name)
+        except Exception as error:  # cuda.core's CUDAError is no public name
+            raise EngineError(f"the kernel {name} cannot be loaded: {error}") from error
 
     def load(self, name: str) -> None:
         """Compile a kernel and load its code, so that a later launch of it can be captured."""

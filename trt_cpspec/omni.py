@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from .config import (
     with_overrides,
 )
 from .encoders import AUDIO_FOLDER, VISION_FOLDER, Encoders
-from .errors import ConfigError, CpSpecError, EngineError, SpeechError
+from .errors import ConfigError, CpSpecError, EngineError, SpeechError, as_engine_error, out_of_memory
 from .frame import CpSpecStats
 from .inspection import check_component
 from .multimodal import Media, encode_media, expanded, read_media, rotary_positions
@@ -49,9 +48,10 @@ from .pipeline import (
 from .predictor import CodePredictor
 from .requests import ChatRequest, make_chat
 from .runtime import checked_executor, open_runtime
-from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream, held
+from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD, AudioStream
 from .talker import ANSWER_ROWS, Prompt, PromptMedia, Talker, assemble_answer_prompt
 from .thinker import Answer, Thinker
+from .turns import ModelLock, Turn
 
 DEFAULT_PARAMS = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 DEFAULT_MAX_TOKENS = 256
@@ -122,7 +122,8 @@ class PreparedChat:
 class Qwen3Omni:
     """Qwen3-Omni on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Batches of several threads are answered one after the other.
+    Safe for use from several threads: batches and streams are answered and spoken one after the other (see
+    :class:`~trt_cpspec.pipeline.SpeechModel`, whose lock it shares).
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Qwen3Omni:
         self.tokenizer = tokenizer
         self.voice = voice
         self.times = voice.times if voice is not None else StageTimes()
-        self._busy = threading.Lock()
+        self._turn = Turn(voice.lock if voice is not None else encoders.lock if encoders is not None else ModelLock())
 
     @classmethod
     def from_engine_dir(
@@ -212,6 +213,7 @@ class Qwen3Omni:
             ChatTokenizer.from_dir(Path(tokenizer_dir) if tokenizer_dir is not None else thinker_path),
             voice,
             Encoders(
+                lock=voice.lock if voice is not None else ModelLock(),
                 folder=multimodal,
                 runtime=runtime,
                 hidden_size=thinker.spec.decoder.hidden_size,
@@ -387,7 +389,7 @@ class Qwen3Omni:
         """Answer a batch of conversations on the terms of :meth:`SpeechModel.run_batch`, and speak the answers."""
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
-        with self._busy:
+        with self._turn:
             answers = [self._begun(chat) for chat in batch]
             self.thinker.generate(answers, self.times.timed, (lambda: progress(0)) if progress is not None else None)
             if self.voice is None:
@@ -416,7 +418,7 @@ class Qwen3Omni:
         def chunks(*, progress: FrameProgress) -> Generator[Float32, None, Reply]:
             return self._chunks(voice, request, window, mode, chunk_frames, prefill_threshold, progress)
 
-        return AudioStream(chunks, voice.codec.sample_rate, progress)
+        return AudioStream(chunks, voice.codec.sample_rate, progress, check=self._turn.check_outside)
 
     def _chunks(
         self,
@@ -429,7 +431,7 @@ class Qwen3Omni:
         progress: FrameProgress,
     ) -> Generator[Float32, None, Reply]:
         """Write an answer and speak it meanwhile, on the terms of :meth:`SpeechModel.chunks`."""
-        with held(self._busy, lambda: progress(0)):
+        with self._turn.waiting(lambda: progress(0)):
             started = time.perf_counter()
             answer = self._begun(chat)
             text = _AnswerText(self, voice, chat, answer, progress)
@@ -449,11 +451,14 @@ class Qwen3Omni:
                         text=text,
                         started=started,
                     )
-            except CpSpecError as error:
+            except ConfigError:  # the callback's
+                raise
+            except (CpSpecError, MemoryError) as failure:
+                error = failure if isinstance(failure, CpSpecError) else out_of_memory(failure)
                 text.complete_after(error)
                 result = self._result(answer, error)
                 assert isinstance(result, CpSpecError)
-                if result is error:
+                if result is failure:
                     raise
                 raise result from error
             reply = self._result(answer, speech)
@@ -471,8 +476,8 @@ class Qwen3Omni:
             ids, timed = self.thinker.spec.media, self.times.timed
             try:
                 answer.media = encode_media(chat.prompt_ids, chat.media, ids, self.encoders, timed)
-            except EngineError as error:
-                answer.error = error
+            except (EngineError, MemoryError) as error:
+                answer.error = as_engine_error(error)
         return answer
 
     def _speak(
@@ -627,6 +632,9 @@ class _AnswerText:
         except EngineError as error:
             self._answer.error = error
             raise
+        except MemoryError as error:
+            self._answer.error = out_of_memory(error)
+            raise self._answer.error from error
         return True
 
     def complete(self) -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from . import durable
 from .errors import ConfigError, CpSpecError, EngineError, SpeechError
 from .guards import check_waveform
 from .requests import ChatRequest, Request
@@ -68,31 +68,26 @@ def _real_file(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` that takes its place when the block ends well; make the folder."""
+    """Yield a temporary file that takes the place of ``path`` when the block ends well; make the folder."""
     path = _real_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with durable.replacing(path) as partial:
         yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        if error.filename is not None and os.fspath(error.filename) == str(partial):
-            error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as partial:
+        durable.fill(partial, content, path)
 
 
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON document."""
-    with replacing(path) as partial:
-        partial.write_bytes(json_bytes(document))
+    _write(path, json_bytes(document))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text in UTF-8."""
-    with replacing(path) as partial:
-        partial.write_bytes(text.encode())
+    _write(path, text.encode())
 
 
 def json_bytes(document: Any) -> bytes:
@@ -116,8 +111,7 @@ def write_wav(path: Path, waveform: NDArray[np.float32], sample_rate: int) -> No
     EngineError
         The waveform is not finite, or constant; nothing is written.
     """
-    with replacing(path) as partial:
-        partial.write_bytes(wav_bytes(waveform, sample_rate))
+    _write(path, wav_bytes(waveform, sample_rate))
 
 
 def wav_bytes(waveform: NDArray[np.float32], sample_rate: int) -> bytes:
@@ -149,7 +143,7 @@ def write_response(
     request : Request
     prepared : PreparedRequest
     result : Speech, a stream of it, or the error that ended the request
-        A stream is written while it is made: into ``.NAME.partial``, which takes the place of the wav when all is
+        A stream is written while it is made: into a hidden file, which takes the place of the wav when all is
         there, or to standard output.
     wav : Path or None
         Receives the wav in place of the two files; ``STDOUT`` is standard output.
@@ -270,12 +264,11 @@ def _write_speech(audio: Path, codes: Path | None, speech: Speech) -> dict[str, 
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     elif codes is None:
-        with replacing(audio) as partial_audio:
-            partial_audio.write_bytes(data)
+        _write(audio, data)
     else:
         with replacing(audio) as partial_audio, replacing(codes) as partial_codes:
-            partial_audio.write_bytes(data)
-            partial_codes.write_bytes(_codes_bytes(speech))
+            durable.fill(partial_audio, data, audio)
+            durable.fill(partial_codes, _codes_bytes(speech), codes)
     return _facts(audio, codes, speech)
 
 
@@ -294,11 +287,12 @@ def _streamed(
     result: R | None = None
     try:
         with ExitStack() as stack:
-            if audio == STDOUT:
-                sink = WavStream(sys.stdout.buffer, stream.sample_rate)
-            else:
+            file: BinaryIO = sys.stdout.buffer
+            if audio != STDOUT:
                 partial = stack.enter_context(replacing(audio))
-                sink = WavStream(stack.enter_context(partial.open("wb")), stream.sample_rate)
+                stack.enter_context(durable.naming(audio, partial))
+                file = stack.enter_context(partial.open("wb"))
+            sink = WavStream(file, stream.sample_rate)
             partial_codes = stack.enter_context(replacing(codes)) if codes is not None else None
             stack.enter_context(stream)
             stack.push(lambda kind, error, trace: sink.discard() if kind is not None else None)
@@ -307,9 +301,11 @@ def _streamed(
             result = stream.result
             speech = speech_of(result)
             assert speech is not None  # a stream has sound
-            if partial_codes is not None:
-                partial_codes.write_bytes(_codes_bytes(speech))
+            if codes is not None and partial_codes is not None:
+                durable.fill(partial_codes, _codes_bytes(speech), codes)
             sink.finish()
+            if audio != STDOUT:
+                durable.sync(file)
         return result, _facts(audio, codes, speech)
     except (CpSpecError, OSError) as error:
         if audio == STDOUT and isinstance(error, OSError) and error.errno == errno.EPIPE:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from .codec import Code2Wav
 from .config import (
     AUTO,
+    SPECIAL_CODES,
     TRIAL_TEXT,
     FinishReason,
     Mode,
@@ -28,7 +28,7 @@ from .config import (
     checked_mode,
     with_overrides,
 )
-from .errors import ConfigError, CpSpecError, EngineError, NumericsError, did_you_mean
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError, as_engine_error, did_you_mean, out_of_memory
 from .frame import CpSpecStats
 from .guards import check_waveform, cut_warning, frame_limit, speech_warnings
 from .inspection import check_component
@@ -36,15 +36,19 @@ from .predictor import CodePredictor
 from .requests import Request, VoiceOptions, make_request
 from .runtime import checked_executor, open_runtime
 from .sampling import PhiloxNoise, Use
-from .streaming import CHUNK_FRAMES, AudioStream, ChunkMaker, checked_chunk_frames, held
-from .talker import SPECIAL_CODES, Prompt, Talker, assemble_prompt, talker_law
+from .streaming import CHUNK_FRAMES, AudioStream, ChunkMaker, checked_chunk_frames
+from .talker import Prompt, Talker, assemble_prompt, talker_law
 from .text import TextTokenizer
+from .turns import Turn
 
 logger = logging.getLogger(__name__)
 
 Float32 = NDArray[np.float32]
 FrameProgress = Callable[[int], None]
 VerifySize = int | Literal["auto"]
+Runs = tuple[int, float, float, float]
+"""Of runs: their number, and in milliseconds their total, the shortest and the longest."""
+
 P = TypeVar("P", contravariant=True)
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -160,14 +164,25 @@ class TrailingText(Protocol):
 
 @dataclass(slots=True)
 class StageTimes:
-    """Wall-clock milliseconds of each run of each stage, and of each stream to its first audio."""
+    """Wall-clock times of the runs of each stage, and of streams to their first audio, whatever their number.
 
-    stages: dict[str, list[float]] = field(default_factory=dict)
-    first_audio_ms: list[float] = field(default_factory=list)
+    Attributes
+    ----------
+    stages : dict of str to Runs
+    first_audio : Runs or None
+        Of the streams; None before the first.
+    """
+
+    stages: dict[str, Runs] = field(default_factory=dict)
+    first_audio: Runs | None = None
 
     def timed(self, stage: str, started: float) -> None:
         """Add a run that began at ``time.perf_counter() == started``."""
-        self.stages.setdefault(stage, []).append(1000 * (time.perf_counter() - started))
+        self.stages[stage] = _added(self.stages.get(stage), 1000 * (time.perf_counter() - started))
+
+    def heard(self, first_audio_ms: float) -> None:
+        """Add a stream, by the time to its first audio."""
+        self.first_audio = _added(self.first_audio, first_audio_ms)
 
     def as_profile(self) -> dict[str, Any]:
         """Return the profile object: for each stage its runs and their wall-clock times, and those of streams."""
@@ -175,26 +190,39 @@ class StageTimes:
             "stages": [
                 {
                     "stage_id": stage,
-                    "total_runs": len(times),
-                    "total_time_ms": sum(times),
-                    "average_time_per_run_ms": sum(times) / len(times),
-                    "min_ms": min(times),
-                    "max_ms": max(times),
+                    "total_runs": runs,
+                    "total_time_ms": total,
+                    "average_time_per_run_ms": total / runs,
+                    "min_ms": least,
+                    "max_ms": most,
                 }
-                for stage, times in self.stages.items()
+                for stage, (runs, total, least, most) in dict(self.stages).items()
             ]
         }
-        if self.first_audio_ms:
-            count, total = len(self.first_audio_ms), sum(self.first_audio_ms)
-            extremes = {"min_ms": min(self.first_audio_ms), "max_ms": max(self.first_audio_ms)}
+        if self.first_audio is not None:
+            count, total, least, most = self.first_audio
+            extremes = {"min_ms": least, "max_ms": most}
             profile["time_to_first_audio"] = {"count": count, "average_ms": total / count, **extremes}
         return profile
+
+
+def _added(runs: Runs | None, took: float) -> Runs:
+    """Return runs with one more of them."""
+    count, total, least, most = runs if runs is not None else (0, 0.0, took, took)
+    return count + 1, total + took, min(least, took), max(most, took)
 
 
 class SpeechModel:
     """Talker, CodePredictor and codec: what speaks a prompt, be it a text's or a Thinker's answer's.
 
-    Batches of several threads are spoken one after the other.
+    Safe for use from several threads: batches and streams are spoken one after the other, and who comes meanwhile waits
+    (the terms are those of :mod:`~trt_cpspec.turns`). The lock is the CodePredictor's, which may be used by itself
+    beside it. Threads that are to speak at the same time need a model each.
+
+    Attributes
+    ----------
+    lock : ModelLock
+        Held while a batch or a stream is spoken.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav) -> None:
@@ -202,7 +230,8 @@ class SpeechModel:
         self.predictor = predictor
         self.codec = codec
         self.times = StageTimes()
-        self._busy = threading.Lock()
+        self.lock = predictor.lock
+        self._turn = Turn(self.lock)
         self._fastest: dict[tuple[Mode, int], dict[str, Any]] = {}
         groups = (talker.spec.num_code_groups, predictor.num_code_groups, codec.config.num_quantizers)
         codebooks = (talker.spec.decoder.vocab_size - SPECIAL_CODES, predictor.codebook_size)
@@ -243,7 +272,7 @@ class SpeechModel:
         from .contexts import spoken_contexts  # noqa: PLC0415
 
         key = (checked_mode(mode), batch)
-        with self._busy:
+        with self._turn:
             if key not in self._fastest:
                 contexts, params = spoken_contexts(self, trial, count=6), self.talker.spec.defaults.subtalker
                 choice = choose_verify_size(self.predictor, contexts, mode=key[0], batch=batch, params=params)
@@ -273,15 +302,15 @@ class SpeechModel:
         if len(batch) > self.max_batch_size:
             raise ConfigError(f"a batch of {len(batch)} exceeds the engine's max_batch_size {self.max_batch_size}")
         rows = [_Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups)) for request in batch]
-        with self._busy:
+        with self._turn:
             try:
                 for spoken in self._generate(rows, window, mode):
                     if progress is not None:
                         progress(spoken)
-            except EngineError as error:  # nothing can be said of the rows that were still being spoken
+            except (EngineError, MemoryError) as error:  # of the rows that were being spoken nothing can be said
                 for row in rows:
                     if row.finish_reason is None and row.error is None:
-                        row.error = error
+                        row.error = as_engine_error(error)
             return [self._finished(row) for row in rows]
 
     def check_streaming(self, chunk_frames: int) -> None:
@@ -340,7 +369,7 @@ class SpeechModel:
         NumericsError, EngineError
             The speech failed, after none or some of its chunks.
         """
-        with held(self._busy, lambda: progress(0)):
+        with self._turn.waiting(lambda: progress(0)):
             started = time.perf_counter() if started is None else started
             row = _Row(request, CpSpecStats(window, mode, self.talker.spec.num_code_groups), text=text)
             first_audio_ms = None
@@ -352,7 +381,7 @@ class SpeechModel:
                         continue
                     if first_audio_ms is None:
                         first_audio_ms = 1000 * (time.perf_counter() - started)
-                        self.times.first_audio_ms.append(first_audio_ms)
+                        self.times.heard(first_audio_ms)
                     yield samples
             if text is not None:
                 text.complete()
@@ -451,6 +480,8 @@ class SpeechModel:
             check_waveform(waveform)
         except CpSpecError as error:
             return error
+        except MemoryError as error:
+            return out_of_memory(error)
         self.times.timed("code2wav", started)
         return self._speech(row, waveform)
 
@@ -484,7 +515,7 @@ class SpeechModel:
 class Qwen3TTS(SpeechModel):
     """Qwen3-TTS on engines that ``cpspec-build`` wrote. Make one with :meth:`from_engine_dir`.
 
-    Batches of several threads are spoken one after the other.
+    Safe for use from several threads, on the terms of :class:`SpeechModel`.
     """
 
     def __init__(self, talker: Talker, predictor: CodePredictor, codec: Code2Wav, tokenizer: TextTokenizer) -> None:
@@ -645,7 +676,7 @@ class Qwen3TTS(SpeechModel):
         """Speak a prepared request in chunks (see :meth:`synthesize_stream`, and :meth:`run_batch` for the rest)."""
         self.check_streaming(chunk_frames)
         chunks = partial(self.chunks, request, window=window, mode=mode, chunk_frames=chunk_frames)
-        return AudioStream(chunks, self.codec.sample_rate, progress)
+        return AudioStream(chunks, self.codec.sample_rate, progress, check=self._turn.check_outside)
 
     def fastest_verify_size(self, mode: Mode = "rejection", *, batch: int = 1) -> dict[str, Any]:
         """Measure every window, once a mode and batch size, and choose (see :meth:`measure_verify_size`)."""
@@ -685,6 +716,12 @@ class Qwen3TTS(SpeechModel):
             language=language,
             non_streaming_mode=layout,
         )
+        largest = int(max(prompt.text_ids.max(), prompt.trailing_text_ids.max()))
+        if largest >= spec.text_vocab_size:
+            raise ConfigError(
+                f"the tokenizer gives the token {largest}, the Talker knows {spec.text_vocab_size}: they are of "
+                f"different checkpoints"
+            )
         max_frames, if_cut = resolve_max_frames(spec, len(prompt.text_ids), tokens, request.max_audio_length, warnings)
         return PreparedRequest(
             prompt=prompt,

@@ -22,7 +22,7 @@ from .config import (
     resolve_window,
 )
 from .device_frame import CapturedFrames, DeviceFrames, DeviceTables
-from .errors import ConfigError, CpSpecError, EngineError, NumericsError
+from .errors import ConfigError, CpSpecError, EngineError, NumericsError, shown
 from .frame import Codes, FrameResult, FrameRow, decode_frame
 from .fused import FusedFrames, FusedSession, open_fused
 from .runtime import BUILD_HINT, DECODER_PLAN, Decoder, Runtime, checked_executor, open_runtime
@@ -30,6 +30,7 @@ from .sampling import PhiloxNoise
 from .session import HeadSession
 from .tensorfile import RowTable, TensorFile
 from .trt_session import TensorRTDecoderSession
+from .turns import ModelLock
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,14 @@ _DEFAULT_PARAMS = SamplingParams()
 class CodePredictor:
     """Decodes the residual codes of audio frames, for people with a Talker of their own.
 
-    Make one with :meth:`from_engine_dir`. Not safe for use from several threads at once.
+    Make one with :meth:`from_engine_dir`. :meth:`decode_frame`, :meth:`window` and :meth:`embed_frame` are safe for use
+    from several threads: frames are decoded one after the other. The methods of a pass (:meth:`prefill`,
+    :meth:`forward`, the logits) are for who holds :attr:`lock`.
 
     Attributes
     ----------
+    lock : ModelLock
+        Held while a frame is decoded; all that runs on the same device holds it too.
     spec : CodePredictorSpec
     num_code_groups : int
         G, the Talker's code included.
@@ -71,6 +76,7 @@ class CodePredictor:
         self._code0_embedding = code0_embedding
         self._head_session = head_session
         self._device_frames = device_frames
+        self.lock = ModelLock()
         self._windows: dict[int, Window] = {}
         self._warned: set[str] = set()
 
@@ -248,12 +254,24 @@ class CodePredictor:
             )
         ]
         window, checked = self.window(verify_size), checked_mode(mode)
+        with self.lock:
+            return self._decode(hidden, first.astype(np.int32), draws, window, checked)
+
+    def _decode(
+        self,
+        hidden: Float32,
+        first: Codes,
+        draws: list[tuple[SamplingParams, int, int]],
+        window: Window,
+        checked: Mode,
+    ) -> FrameResult:
+        batch = len(hidden)
         self._prepare_device(batch, window, checked)
         try:
             if self._device_frames is not None:
-                return self._device_frames.decode(hidden, first.astype(np.int32), draws, window=window, mode=checked)
+                return self._device_frames.decode(hidden, first, draws, window=window, mode=checked)
             rows = [FrameRow(row_params, PhiloxNoise(seed, frame)) for row_params, seed, frame in draws]
-            return decode_frame(self, hidden, first.astype(np.int32), rows, window=window, mode=checked)
+            return decode_frame(self, hidden, first, rows, window=window, mode=checked)
         except (NumericsError, EngineError):
             if not isinstance(self._session, FusedSession):  # whose passes read nothing beyond their own positions
                 with suppress(EngineError):  # a device that is gone cannot be cleared: what it said before is told
@@ -381,9 +399,12 @@ class PredictorTables:
         for file in (head_file, table_file):
             if len(file.names()) != count:
                 raise EngineError(f"{file.path} has {len(file.names())} entries, num_code_groups asks for {count}")
-        heads = np.empty((count, decoder.vocab_size, decoder.hidden_size), np.float32)
+        shape = (decoder.vocab_size, decoder.hidden_size)
+        for index in range(count):  # before memory is taken for what only config.json says
+            head_file.check(f"lm_head_{index}.weight", shape)
+        heads = np.empty((count, *shape), np.float32)
         for index in range(count):
-            heads[index] = head_file.read_weight(f"lm_head_{index}.weight", heads.shape[1:])
+            heads[index] = head_file.read_weight(f"lm_head_{index}.weight", shape)
         names = [f"embedding_{index}" for index in range(count)]
         for name in names:
             table_file.check(name, (decoder.vocab_size, width))
@@ -419,7 +440,7 @@ def _rows_of(values: NDArray[Any], dimensions: int) -> NDArray[Any]:
 
 def _in_range(name: str, value: int, bits: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**bits:
-        raise ConfigError(f"{name} is {value!r:.40}; it must be an integer from 0 to 2**{bits} - 1")
+        raise ConfigError(f"{name} is {shown(value)}; it must be an integer from 0 to 2**{bits} - 1")
     return value
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .config import SamplingParams
-from .errors import ConfigError, did_you_mean
+from .config import MAX_INTEGER, SamplingParams
+from .errors import ConfigError, did_you_mean, shown
 from .streaming import CHUNK_FRAMES, PREFILL_THRESHOLD
 from .text import check_text, check_unicode
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 def _optional_string(name: str, value: Any) -> str | None:
     """Return a string; the empty one is the format's way to say "not given"."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name} must be a string, it is {value!r:.80}")
+        raise ConfigError(f"{name} must be a string, it is {shown(value)}")
     check_unicode(value, name)
     return value or None
 
@@ -45,25 +45,25 @@ def _language(name: str, value: Any) -> str | None:
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, it is {value!r:.80}")
+        raise ConfigError(f"{name} must be true or false, it is {shown(value)}")
     return value
 
 
 def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be an integer, it is {value!r:.80}")
+        raise ConfigError(f"{name} must be an integer, it is {shown(value)}")
     return value
 
 
 def _count(name: str, value: Any) -> int:
-    if _integer(name, value) < 1:
-        raise ConfigError(f"{name} is {value!r:.80}, it must be at least 1")
+    if not 1 <= _integer(name, value) <= MAX_INTEGER:
+        raise ConfigError(f"{name} is {shown(value)}, it must be at least 1, and at most {MAX_INTEGER}")
     return int(value)
 
 
 def _seed(name: str, value: Any) -> int:
     if not 0 <= _integer(name, value) < 2**64:
-        raise ConfigError(f"{name} is {value!r:.80}, it must be from 0 to 2**64 - 1")
+        raise ConfigError(f"{name} is {shown(value)}, it must be from 0 to 2**64 - 1")
     return int(value)
 
 
@@ -76,7 +76,7 @@ def _sampling(parameter: str) -> Callable[[str, Any], float]:
         except ConfigError as error:
             raise ConfigError(str(error).replace(parameter, name, 1)) from error
         except OverflowError as error:  # an integer that no float can hold
-            raise ConfigError(f"{name} must be a finite number, it is {value!r:.80}") from error
+            raise ConfigError(f"{name} must be a finite number, it is {shown(value)}") from error
         return value  # type: ignore[no-any-return]
 
     return rule
@@ -177,7 +177,7 @@ class Request(VoiceOptions):
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise ConfigError(f"text must be a string, it is {self.text!r:.80}")
+            raise ConfigError(f"text must be a string, it is {shown(self.text)}")
         check_text(self.text)
         _check_fields(self, _OPTIONS)
 
@@ -450,7 +450,7 @@ def _checked_options(values: Mapping[str, Any], place: str, rules: Mapping[str, 
 
 def _check_object(value: Any, place: str) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{place} must be a JSON object, it is {value!r:.80}")
+        raise ConfigError(f"{place} must be a JSON object, it is {shown(value)}")
 
 
 def _check_keys(
@@ -471,7 +471,7 @@ def _check_template(document: Mapping[str, Any], place: str) -> None:
         value = document.get(key)
         if value is not None and value is not only:
             raise ConfigError(
-                f"{place}{key} is {value!r:.80}; the template is fixed, leave the key out or give {json.dumps(only)}"
+                f"{place}{key} is {shown(value)}; the template is fixed, leave the key out or give {json.dumps(only)}"
             )
 
 
@@ -492,7 +492,7 @@ def _stream_options(value: Any, place: str) -> StreamOptions:
 
 def _checked_list(value: Any, place: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(f"{place} must be a list, it is {'missing' if value is None else f'{value!r:.80}'}")
+        raise ConfigError(f"{place} must be a list, it is {'missing' if value is None else shown(value)}")
     if not value:
         raise ConfigError(f"{place} is empty; give at least one")
     return value
@@ -502,7 +502,7 @@ def _required_string(values: Mapping[str, Any], key: str, place: str, *, or_else
     value = values.get(key)
     if not isinstance(value, str):
         raise ConfigError(
-            f"{place}.{key} must be a string{or_else}, it is {'missing' if value is None else f'{value!r:.80}'}"
+            f"{place}.{key} must be a string{or_else}, it is {'missing' if value is None else shown(value)}"
         )
     check_unicode(value, f"{place}.{key}")
     return value

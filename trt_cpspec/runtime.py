@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .config import EXECUTORS, DecoderSpec, Section
 from .cuda import Device
+from .durable import check_finished, check_inside
 from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
 from .fused import fused_refusal
 from .session import NO_EXTRAS, DecoderSession, Float32, GraphSession, HeadSession, PassExtras
@@ -36,6 +37,9 @@ AUDIO_PLAN = "audio_encoder.engine"
 VISION_PLAN = "visual.engine"
 PLAN_FILES = (DECODER_PLAN, CODEC_PLAN, AUDIO_PLAN, VISION_PLAN)
 """The plan of each kind of component."""
+
+OPENED_LATER = (AUDIO_PLAN, VISION_PLAN)
+"""Those that are opened for the first conversation that needs them."""
 
 BUILD_HINT = "build one with cpspec-build --backend tensorrt (or tensorrt_rtx)"
 
@@ -129,7 +133,9 @@ class Runtime:
     def graph(self, folder: Path, plan: str = CODEC_PLAN, names: Sequence[str] = CODEC_TENSORS) -> CodecGraph:
         """Open the codec's graph, or an encoder's by the name of its plan and those of its tensors."""
         if self.cuda is None:
-            return GraphSession(folder / GRAPH_FILE, threads=self.threads)
+            graph = GraphSession(folder / GRAPH_FILE, threads=self.threads)
+            graph.check_names(names)
+            return graph
         return TensorRTGraphSession(self._plan(folder, plan), self.cuda, names)
 
     def _plan(self, folder: Path, name: str) -> Plan:
@@ -137,9 +143,12 @@ class Runtime:
         path = folder / name
         if not path.is_file():
             raise EngineError(f"{path} does not exist, --device cuda needs a plan; {BUILD_HINT}")
+        check_inside(path, folder)
         record = PlanRecord.from_section(Section.from_file(folder / "config.json"), name)
         binding = import_binding(record.flavour)
         self.cuda.make_current()  # an encoder is opened by the thread that first needs it
+        if name in OPENED_LATER:
+            self.cuda.require(path.stat().st_size, f"opening {path}")
         data = plan_bytes(path)
         record.check(path, data, str(binding.__version__), self.cuda.compute_capability)
         return Plan(path, binding, data)
@@ -190,6 +199,24 @@ class PlanRecord:
             raise EngineError(f"{path} is not the plan that its config.json describes (its SHA-256 differs); {again}")
 
 
+def plan_sizes(folders: Sequence[Path]) -> dict[Path, int]:
+    """Return the bytes of the plan of each component folder, 0 where there is none."""
+    plans = {folder: [folder / name for name in PLAN_FILES] for folder in folders}
+    return {folder: sum(path.stat().st_size for path in paths if path.is_file()) for folder, paths in plans.items()}
+
+
+def _with_room(runtime: Runtime, folders: Sequence[Path]) -> Runtime:
+    """Return a runtime on a device that has room for the plans of all folders, before any of them is opened.
+
+    Those of encoders do not count: each is compared when the first conversation needs it.
+    """
+    sizes = plan_sizes([folder for folder in folders if not any((folder / name).is_file() for name in OPENED_LATER)])
+    if runtime.cuda is not None:
+        parts = ", ".join(f"{folder.name} {size / 1e6:,.1f} MB" for folder, size in sizes.items())
+        runtime.cuda.require(sum(sizes.values()), f"opening the plans ({parts})")
+    return runtime
+
+
 def checked_executor(name: str) -> str:
     """Return the name of a CodePredictor's executor; a ConfigError names those that there are."""
     if name not in EXECUTORS:
@@ -222,12 +249,14 @@ def open_runtime(
     ConfigError
         An unknown device.
     EngineError
-        ``cuda`` was asked for and cannot be had.
+        ``cuda`` was asked for and cannot be had, or a build was stopped half-way through a folder.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown device {device!r}; allowed: auto, cpu, cuda")
+    for folder in folders:
+        check_finished(folder)
     if device == "cuda":
-        return Runtime(cuda=Device(), threads=threads)
+        return _with_room(Runtime(cuda=Device(), threads=threads), folders)
     without = [folder for folder in folders if not any((folder / name).is_file() for name in PLAN_FILES)]
     fusable = executor != "engine" and without == [code_predictor]
     if device == "auto" and (fusable or not without):
@@ -240,7 +269,7 @@ def open_runtime(
         else:
             if reason is None:
                 logger.info("running on %s", runtime.cuda.name if runtime.cuda else "")
-                return runtime
+                return _with_room(runtime, folders)
             logger.warning(
                 "%s has no plan, and the fused kernel cannot run it: %s; running on the CPU", without[0], reason
             )

@@ -6,6 +6,7 @@ decoder whose KV cache is bound to the graph's past and present at one address, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,13 @@ MIN_BUCKET = 64
 
 PAST = "past_"
 """How the inputs begin that a graph left as ``present_*`` in the call before."""
+KEPT_LENGTH = 8
+"""Passes of up to this many positions keep their buffers: steps and verify passes."""
 
 Float32 = NDArray[np.float32]
+
+_MAX_STATE_BYTES = 2**30
+_AGAIN = "build the engine folder again with cpspec-build"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +127,21 @@ class GraphSession:
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         self._session = open_graph(path, threads=threads)
         self._outputs = [output.name for output in self._session.get_outputs()]
-        inputs = {value.name: value.shape for value in self._session.get_inputs()}
-        self._state_shapes = {name: (1, *shape[1:]) for name, shape in inputs.items() if name.startswith(PAST)}
+        self._path = path
+        self._inputs = {item.name: list(item.shape) for item in self._session.get_inputs()}
+        self._state_shapes = {name: (1, *shape[1:]) for name, shape in self._inputs.items() if name.startswith(PAST)}
+        self._check_state()
+
+    def check_names(self, expected: Collection[str]) -> None:
+        """Raise an EngineError where a graph has other inputs and outputs; a state may be among them."""
+        past = list(self._state_shapes)
+        state = {"position", *past, *map(present_name, past)} if past else set()
+        found = {*self._inputs, *self._outputs}
+        if found != {*expected, *state}:
+            raise EngineError(
+                f"{self._path} is another component's: its inputs and outputs are {', '.join(sorted(found))}, not "
+                f"{', '.join(expected)}; {_AGAIN}"
+            )
 
     @property
     def carries_state(self) -> bool:
@@ -137,6 +156,14 @@ class GraphSession:
     def begin(self) -> CarriedCalls:
         """Return what runs calls that follow each other, from an empty state."""
         return CarriedCalls(self, {name: np.zeros(shape, np.float32) for name, shape in self._state_shapes.items()})
+
+    def _check_state(self) -> None:
+        """Raise an EngineError where a state has no shape, or takes more than any codec's."""
+        shapes = list(self._state_shapes.values())
+        if not all(isinstance(extent, int) and extent >= 0 for shape in shapes for extent in shape):
+            raise EngineError(f"{self._path}: an input {PAST}* has no fixed shape; {_AGAIN}")
+        if 4 * sum(map(math.prod, shapes)) > _MAX_STATE_BYTES:
+            raise EngineError(f"{self._path}: its state takes more than {_MAX_STATE_BYTES // 2**20} MiB; {_AGAIN}")
 
 
 class CarriedCalls:
@@ -191,6 +218,40 @@ class HeadSession:
         return row
 
 
+def decoder_inputs(spec: DecoderSpec) -> dict[str, tuple[int | None, ...]]:
+    """Return the inputs of a decoder's graph and their shapes, None where an extent varies."""
+    cache = (None, spec.num_key_value_heads, None, spec.head_dim)
+    caches = {f"past_{kind}_{index}": cache for index in range(spec.num_hidden_layers) for kind in ("key", "value")}
+    return {"inputs_embeds": (None, None, spec.hidden_size), "positions": (None, None), **caches}
+
+
+def _check_inputs(path: Path, given: Mapping[str, Sequence[Any]], spec: DecoderSpec) -> None:
+    """Raise an EngineError when a graph has other inputs than its config asks for, before memory is taken for them."""
+    expected = decoder_inputs(spec)
+    if "rotary_positions" in given:  # a model that sees has these two
+        expected["rotary_positions"] = (None, None, 3)
+    if "deepstack_embeds" in given:
+        width, extents = spec.hidden_size, list(given["deepstack_embeds"])
+        expected["deepstack_embeds"] = (None, None, None)
+        if len(extents) == 3 and extents[2] not in range(width, width * spec.num_hidden_layers + 1, width):
+            raise EngineError(
+                f"{path}: the input deepstack_embeds has shape {extents}, its last extent must be hidden_size {width} "
+                f"times the number of layers behind which it is added; build the engine folder again with cpspec-build"
+            )
+    for name in sorted(given.keys() | expected.keys()):
+        wanted, found = expected.get(name), list(given[name]) if name in given else None
+        if wanted is None or found is None or len(wanted) != len(found):
+            raise EngineError(
+                f"{path} has not the inputs that config.json asks for: {name} is {found or 'missing'}, not "
+                f"{list(wanted) if wanted else 'known'}; build the engine folder again with cpspec-build"
+            )
+        if any(isinstance(b, int) and a is not None and a != b for a, b in zip(wanted, found, strict=True)):
+            raise EngineError(
+                f"{path}: the input {name} has shape {found}, config.json asks for {list(wanted)}; build the engine "
+                f"folder again with cpspec-build"
+            )
+
+
 def bucket_for(slots: int, capacity: int) -> int:
     """Return the smallest cache extent in use that holds ``slots``: 64, 96, 128, 192, 256, ... up to ``capacity``."""
     size = MIN_BUCKET
@@ -222,6 +283,7 @@ class DecoderSession:
         self._path, self._spec = path, spec
         self._inputs = {item.name: item.shape for item in self._session.get_inputs()}
         self._names = {*self._inputs, *(item.name for item in self._session.get_outputs())}
+        _check_inputs(path, self._inputs, spec)
         self._max_slots = capacity + SCRATCH_SLOTS
         self._cache: dict[str, Float32] = {}
         self._bindings: dict[tuple[int, bool], _Binding] = {}
@@ -285,7 +347,9 @@ class DecoderSession:
         key = positions.shape[1], extras.accepted is not None
         binding = self._bindings.get(key)
         if binding is None:
-            binding = self._bindings[key] = self._bind(*key)
+            binding = self._bind(*key)
+            if positions.shape[1] <= KEPT_LENGTH:  # prompts come in every length, and are not kept
+                self._bindings[key] = binding
         np.copyto(binding.embeds, embeds)
         np.copyto(binding.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
         if binding.rotary is not None:
@@ -314,7 +378,14 @@ class DecoderSession:
     def _replace_cache(self, batch: int, slots: int) -> None:
         shape = (batch, self._spec.num_key_value_heads, slots, self._spec.head_dim)
         names = [f"{kind}_{index}" for index in range(self._spec.num_hidden_layers) for kind in ("key", "value")]
-        self._cache = {name: np.zeros(shape, np.float32) for name in names}
+        try:
+            self._cache = {name: np.zeros(shape, np.float32) for name in names}
+        except MemoryError as error:
+            megabytes = len(names) * math.prod(shape) * 4 / 1e6
+            raise EngineError(
+                f"the KV cache of {batch} row(s) and {slots} positions takes {megabytes:,.1f} MB, which this machine "
+                f"does not have: give a smaller --batchSize; cpspec inspect --memory says what an engine takes"
+            ) from error
         self._bindings = {}
         self.batch, self.slots = batch, slots
 
@@ -362,4 +433,4 @@ class _Binding:
 
 
 def _bind(bind: Any, name: str, array: NDArray[Any]) -> None:
-    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+    _reported(bind, name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

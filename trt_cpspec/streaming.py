@@ -6,15 +6,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConfigError, EngineError
+from .errors import ConfigError, EngineError, out_of_memory
 from .guards import check_waveform
 
 if TYPE_CHECKING:  # it loads ONNX Runtime
@@ -26,23 +25,9 @@ CHUNK_FRAMES = 10
 PREFILL_THRESHOLD = 4
 """Tokens of an answer, if it has them, that are written before the Talker begins (``talker_prefill_threshold``)."""
 
-_PATIENCE_SECONDS = 0.05
-
 Float32 = NDArray[np.float32]
 Progress = Callable[[int], None]
 R_co = TypeVar("R_co", covariant=True)
-
-
-@contextmanager
-def held(lock: threading.Lock, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock; ``waiting`` is called until it is free, and when it is, and ends the wait by raising."""
-    while not lock.acquire(timeout=_PATIENCE_SECONDS):
-        waiting()
-    try:
-        waiting()
-        yield
-    finally:
-        lock.release()
 
 
 def checked_chunk_frames(chunk_frames: int) -> int:
@@ -130,7 +115,18 @@ class AudioStream(Generic[R_co]):
 
     A thread of its own makes the chunks from the first one that is asked for on. It does not wait for its consumer, so
     a slow one holds up no other request. Leaving the stream early stops it: use it as a context manager, call
-    :meth:`close`, or drop it.
+    :meth:`close`, from any thread and any callback, or drop it. Chunks are for one thread at a time.
+
+    Parameters
+    ----------
+    chunks : Chunks
+    sample_rate : int
+        Hz.
+    progress : callable or None
+        Called by the stream's thread.
+    check : callable
+        Called by who asks for a chunk; refuses one for whom the stream's thread would wait
+        (:meth:`~trt_cpspec.turns.Turn.check_outside`).
 
     Attributes
     ----------
@@ -142,8 +138,16 @@ class AudioStream(Generic[R_co]):
     What fails while the sound is made is raised where the next chunk is asked for.
     """
 
-    def __init__(self, chunks: Chunks[R_co], sample_rate: int, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Chunks[R_co],
+        sample_rate: int,
+        progress: Progress | None = None,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.sample_rate = sample_rate
+        self._check = check
         self._made: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._ended = False
@@ -162,17 +166,22 @@ class AudioStream(Generic[R_co]):
 
         Raises
         ------
+        ConfigError
+            It is asked for within a call of the same model, for which the stream would wait; the stream stays open.
         CpSpecError
             The speech failed; what was given out before is not all of it.
         """
         if self._ended:
             raise StopIteration
+        self._check()
         if self._thread.ident is None:
             self._thread.start()
         item = self._made.get()
         if isinstance(item, np.ndarray):
             return item
         self.close()
+        if isinstance(item, _ClosedError):  # by another thread, or by the stream's own callback
+            raise StopIteration
         if isinstance(item, BaseException):
             raise item
         self._results.append(item.value)
@@ -221,6 +230,8 @@ def _make(chunks: Chunks[Any], progress: Progress | None, made: queue.SimpleQueu
             made.put(next(generator))
     except StopIteration as end:
         made.put(_Result(end.value))
+    except MemoryError as error:
+        made.put(out_of_memory(error))
     except BaseException as error:  # it is the consumer's to see
         made.put(error)
 

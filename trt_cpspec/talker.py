@@ -10,15 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import RoleIds, SamplingParams, Section, TalkerSpec
+from .config import SPECIAL_CODES, RoleIds, SamplingParams, Section, TalkerSpec
 from .errors import ConfigError, EngineError, NumericsError
 from .runtime import PromptDecoder, Runtime
 from .sampling import Law, law, penalised
 from .sequences import RowExtras, SequenceBatch
 from .tensorfile import RowTable, TensorFile
-
-SPECIAL_CODES = 1024
-"""Ids at the top of the vocabulary that are no audio codes, suppressed all but the end (``suppress_tokens``)."""
 
 NO_CODE = -1
 """Codec side of a row that has none."""

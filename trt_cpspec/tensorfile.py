@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .durable import naming, replacing, sync
 from .errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """The format's own limit on the header."""
+
+MAX_RANK = 8
+MAX_ELEMENTS = 2**47
+"""Of a tensor, an empty one's other extents included: beyond it no array of any type can be described."""
 
 GRAPH_DATA_FILE = "model.onnx.data"
 """The weights of a component's graph."""
@@ -128,6 +132,8 @@ class TensorFile:
                 count = min(step, rows - start)
                 file.seek(info.offset + start * row_bytes)
                 flat = np.fromfile(file, dtype=stored, count=count * row_bytes // stored.itemsize)
+                if flat.nbytes != count * row_bytes:
+                    raise ConfigError(f"{self.path} was cut short while it was read, within the tensor {name!r:.80}")
                 yield _to_float32(flat, info.dtype).reshape((count, *info.shape[1:]) if info.shape else ())
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -142,10 +148,19 @@ class TensorFile:
             start += len(block)
         return out
 
+    def stored(self, name: str, dtype: str) -> NDArray[Any]:
+        """Map a matrix that must be of this type, to be copied to a device as it is; a ConfigError names another."""
+        if self.info(name).dtype != dtype:
+            raise ConfigError(
+                f"{self.path}: tensor {name} is {self.info(name).dtype}, the CodePredictor's weights are {dtype}: the "
+                f"files are of different builds; build the engine folder again"
+            )
+        return self.rows(name).stored
+
     def rows(self, name: str) -> RowTable:
         """Map a floating-point matrix read-only: its rows are read from disk when they are looked up."""
         info = self.info(name)
-        if info.dtype not in _FLOATING or len(info.shape) != 2:
+        if info.dtype not in _FLOATING or len(info.shape) != 2 or not info.nbytes:
             raise ConfigError(
                 f"{self.path}: tensor {name} is {info.dtype} {list(info.shape)}, a float matrix is needed"
             )
@@ -183,25 +198,50 @@ class RowTable:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+    if not path.is_file():  # opening a pipe would wait for its writer
+        raise ValueError("there is no such file")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, max(size - 8, 0)):
             raise ValueError(f"a header of {length} bytes does not fit a file of {size}")
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
     if not isinstance(header, dict):
         raise ValueError("the header is no JSON object")
+    _check_cover(header, size - 8 - length)
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         begin, end = (_natural(number) for number in entry["data_offsets"])
         shape = tuple(_natural(extent) for extent in entry["shape"])
         if entry["dtype"] not in _STORED:
-            raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+            raise ValueError(f"tensor {name!r:.80} has the unknown dtype {entry['dtype']!r:.80}")
         wanted = math.prod(shape) * _STORED[entry["dtype"]].itemsize
+        if len(shape) > MAX_RANK or math.prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
+            raise ValueError(f"tensor {name!r:.80} has the impossible shape {shape!r:.80}")
         if end - begin != wanted or 8 + length + end > size:
-            raise ValueError(f"tensor {name!r} does not fit: the file is cut short or damaged")
+            raise ValueError(f"tensor {name!r:.80} does not fit: the file is cut short or damaged")
         yield name, TensorInfo(dtype=entry["dtype"], shape=shape, offset=8 + length + begin, nbytes=wanted)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("the header names a tensor, or a key of one, twice")
+    return values
+
+
+def _check_cover(header: Mapping[str, Any], size: int) -> None:
+    """Refuse tensors that overlap, leave holes, or leave bytes over: the format allows none of that."""
+    entries = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    spans = sorted((_natural(begin), _natural(end)) for begin, end in entries)
+    reached = 0
+    for begin, end in spans:
+        if begin != reached:
+            raise ValueError(f"the tensors overlap or leave a hole at byte {min(begin, reached)} of the data")
+        reached = max(end, reached)
+    if reached != size:
+        raise ValueError(f"its tensors take {reached} bytes, there are {size}: the file is cut short or damaged")
 
 
 def _natural(value: Any) -> int:
@@ -283,16 +323,10 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
         offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in tensors.items():
-                written = sum(
-                    file.write(encode(block, tensor.dtype, tensor.source or name)) for block in tensor.blocks()
-                )
-                if written != tensor.nbytes:
-                    raise ValueError(f"tensor {name!r} gave {written} bytes, {tensor.nbytes} were announced")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as partial, naming(path, partial), partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            written = sum(file.write(encode(block, tensor.dtype, tensor.source or name)) for block in tensor.blocks())
+            if written != tensor.nbytes:
+                raise ValueError(f"tensor {name!r} gave {written} bytes, {tensor.nbytes} were announced")
+        sync(file)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -30,6 +32,9 @@ SUFFIX_IDS = 5
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_MAX_GROWING, _MAX_CONTENT = 4, 8
+"""Steps of a tokenizer that may make a text longer, and by how many characters each; a Qwen tokenizer has none."""
+
 _TOKENIZER_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
 # Space, line, paragraph separators; control and format characters (zero-width ones and the BOM among them).
@@ -120,6 +125,7 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, where: str) -> None:
+        self._where = where
         self._tokenizer = checked_tokenizer(tokenizer, where)
         self._special = special_tokens(tokenizer)
         self._prefix = self._template_ids(TEXT_PREFIX, ROLE_ROWS, where)
@@ -187,7 +193,8 @@ class TextTokenizer:
         check_no_special(self._encode(text).ids, self._special, what)
 
     def _encode(self, text: str) -> Encoding:
-        return self._tokenizer.encode(text)
+        with refusing(f"{self._where}: the tokenizer cannot read the text"):
+            return self._tokenizer.encode(text)
 
     def _template_ids(self, template: str, count: int, where: str) -> list[int]:
         ids = self._encode(template).ids
@@ -200,12 +207,25 @@ class TextTokenizer:
         return ids
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn what the tokenizer's bindings raise (bare exceptions, and panics of their Rust side) into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {error!s:.300}") from error
+
+
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a folder (see :meth:`TextTokenizer.from_dir`)."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give the one with the tokenizer's files")
     whole = folder / "tokenizer.json"
-    return _read_whole(whole) if whole.exists() else _read_parts(folder)
+    return _read_whole(whole) if whole.is_file() else _read_parts(folder)
 
 
 def checked_tokenizer(tokenizer: Tokenizer, where: str) -> Tokenizer:
@@ -222,22 +242,34 @@ def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def _read_whole(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # The bindings raise bare Exception for a file they cannot use.
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+    with refusing(f"{path} cannot be read as a tokenizer"):
+        text = path.read_text(encoding="utf-8")
+        _check_growth(json.loads(text), str(path))
+        return Tokenizer.from_str(text)
+
+
+def _check_growth(document: Any, where: str) -> None:
+    """Refuse steps that make a text longer again and again: a few lines of them would fill any memory."""
+    steps = [document] if isinstance(document, dict) else []
+    found = []
+    for step in steps:  # which grows
+        children = [child for value in step.values() for child in (value if isinstance(value, list) else [value])]
+        steps += [child for child in children if isinstance(child, dict)]
+        if step.get("type") in ("Replace", "Prepend"):
+            found.append(step.get("content", step.get("prepend")))
+    if len(found) > _MAX_GROWING or any(len(str(content)) > _MAX_CONTENT for content in found):
+        raise ConfigError(
+            f"{where}: {len(found)} steps replace or prepend text; at most {_MAX_GROWING} of up to {_MAX_CONTENT} "
+            f"characters are possible"
+        )
 
 
 def _read_parts(folder: Path) -> Tokenizer:
     config = Section.from_file(folder / "tokenizer_config.json")
     _check_config(config)
     vocab, merges = _read_vocab(folder / "vocab.json"), _read_merges(folder / "merges.txt")
-    try:
+    with refusing(f"{folder / 'merges.txt'} does not fit vocab.json"):  # a merge of tokens that the vocabulary lacks
         model = BPE(vocab=vocab, merges=merges)
-    # The bindings raise bare Exception, for example for a merge of tokens that the vocabulary lacks.
-    except Exception as error:
-        raise ConfigError(f"{folder / 'merges.txt'} does not fit vocab.json: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -273,6 +305,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
+    if not path.is_file():
+        raise ConfigError(f"{path} cannot be read: there is no such file")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
@@ -295,7 +329,8 @@ def _add_tokens(tokenizer: Tokenizer, config: Section) -> None:
         entry = section.section(key)
         token = entry.text("content")
         flags = {name: entry.boolean(name) for name in ("lstrip", "normalized", "rstrip", "single_word", "special")}
-        tokenizer.add_tokens([AddedToken(token, **flags)])
+        with refusing(f"{section.where}: {token!r:.80} cannot be added"):
+            tokenizer.add_tokens([AddedToken(token, **flags)])
         if str(tokenizer.token_to_id(token)) != key:
             raise ConfigError(
                 f"{section.where}: {token!r} is stated to be {key}, but after vocab.json and the tokens before it "

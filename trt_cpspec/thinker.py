@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import FinishReason, SamplingParams, Section, ThinkerSpec
-from .errors import CpSpecError, EngineError, NumericsError
+from .errors import CpSpecError, EngineError, NumericsError, as_engine_error
 from .multimodal import Encoded
 from .runtime import PromptDecoder, Runtime
 from .sampling import PhiloxNoise, Use, law
@@ -154,10 +154,10 @@ class Thinker(SequenceBatch):
             for _ in self.steps(answers, timed):
                 if stepped is not None:
                     stepped()
-        except EngineError as error:  # nothing can be said of the answers that were still going on
+        except (EngineError, MemoryError) as error:  # of the answers that were going on nothing can be said
             for answer in answers:
                 if answer.goes_on:
-                    answer.error = error
+                    answer.error = as_engine_error(error)
 
     def steps(self, answers: Sequence[Answer], timed: Timed = lambda stage, started: None) -> Iterator[None]:
         """Complete a batch of new answers, and yield behind each step: each answer that goes on was fed one token more.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -180,8 +181,22 @@ class DecoderBuffers:
         self.plan, self._device, self._spec, self._activations = plan, device, spec, activations
         self.batch, self.slots = batch, slots
         cache_shape = (batch, spec.num_key_value_heads, slots, spec.head_dim)
+        kinds = [plan.dtype(f"past_{name}") for name in _cache_names(spec)]
+        device.require(
+            math.prod(cache_shape) * sum(kind.itemsize for kind in kinds) + self._pass_bytes(GRAPH_ROWS),
+            f"{plan.path}: the KV cache of {batch} row(s) and {slots} positions",
+        )
         self.cache = {name: device.zeros(cache_shape, plan.dtype(f"past_{name}")) for name in _cache_names(spec)}
         self._reserve(GRAPH_ROWS)
+
+    def _pass_bytes(self, length: int) -> int:
+        """Return the bytes of inputs and outputs of a pass of ``length`` positions."""
+        names = [name for name in (ACCEPTED, ROTARY, DEEPSTACK) if name in self.plan.names]
+        widths = 2 * self._spec.hidden_size + 1 + sum(self._extra_width(name) for name in names)
+        return self.batch * length * widths * 4
+
+    def _extra_width(self, name: str) -> int:
+        return self._spec.hidden_size if name == ACCEPTED else self.plan.shape(name)[2]
 
     def _reserve(self, length: int) -> None:
         """Allocate the buffers of a pass for up to ``length`` positions."""
@@ -192,17 +207,16 @@ class DecoderBuffers:
         self.hidden = self._device.zeros((self.batch, length, width), np.float32)
         self.extra: dict[str, DeviceArray] = {}
         """Inputs and outputs that only some plans have, by name."""
-        if ACCEPTED in self.plan.names:
-            self.extra[ACCEPTED] = self._device.empty(self.hidden.shape, np.float32)
-        for name, dtype in ((ROTARY, np.int32), (DEEPSTACK, np.float32)):
+        for name, dtype in ((ACCEPTED, np.float32), (ROTARY, np.int32), (DEEPSTACK, np.float32)):
             if name in self.plan.names:
-                self.extra[name] = self._device.zeros((self.batch, length, self.plan.shape(name)[2]), dtype)
+                self.extra[name] = self._device.zeros((self.batch, length, self._extra_width(name)), dtype)
         self._contexts: dict[int, Any] = {}
         self._newest: Any = None
 
     def reserve(self, length: int) -> None:
         """Make sure that a pass of ``length`` positions has room. Contexts are made anew when buffers move."""
         if length > self.length:
+            self._device.require(self._pass_bytes(length), f"{self.plan.path}: a pass of {length} positions")
             self._reserve(length)
 
     def enqueue(self, length: int) -> None:
@@ -293,6 +307,7 @@ class TensorRTDecoderSession:
             plan.range(name, GENERATION_PROFILE).maximum[1] for name in ("inputs_embeds", "positions")
         )
         self._spec, self._max_slots, self._use_graphs = spec, capacity + SCRATCH_SLOTS, use_graphs
+        device.require(_activation_bytes(plan), f"{plan.path}: its workspace")
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._buffers: DecoderBuffers | None = None
         self._staging: dict[int, _Staging] = {}
@@ -327,6 +342,8 @@ class TensorRTDecoderSession:
         self.device.make_current()
         slots = bucket_for(positions + SCRATCH_SLOTS, self._max_slots)
         if (batch, slots) != (self.batch, self.slots):
+            if self._kept is None:  # what the last batch left is freed before the next is asked for
+                self._buffers, self._staging = None, {}
             self._replace(batch, slots)
 
     def clear(self) -> None:
@@ -438,10 +455,16 @@ class TensorRTGraphSession:
         carried = {"position", *past, *map(present_name, past)} if past else set()
         plan.check_names({*names} | carried)
         self._plan, self._device = plan, device
+        device.require(_activation_bytes(plan), f"{plan.path}: its workspace")
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)
         self._context = _new_context(plan, self._activations)
         plan.require(self._context.set_optimization_profile_async(0, device.stream), "selecting profile 0")
         self.state_shapes = {name: (1, *plan.shape(name)[1:]) for name in past}
+
+    @property
+    def path(self) -> Path:
+        """The file of the plan."""
+        return self._plan.path
 
     @property
     def carries_state(self) -> bool:
@@ -510,6 +533,7 @@ class TensorRTCarriedCalls:
         for name, shape in session.state_shapes.items():
             offsets[name] = size
             size += -(-int(np.prod(shape)) * _STATE_BYTES // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+        device.require(2 * size, f"{session.path}: the state of an utterance")
         # One allocation a set: an utterance begins with every chunk of the offline decode, and each call costs time.
         self._memory = [device.zeros((size,), np.uint8), device.empty((size,), np.uint8)]
         self._sets = [{name: memory.address + at for name, at in offsets.items()} for memory in self._memory]
