@@ -59,7 +59,7 @@ def test_the_fused_kernel_compiles(arch: str) -> None:
     assert {("fused_frame", arch), ("fused_pass", arch)} < set(compiled)
     stores = [int(nbytes) for nbytes in re.findall(r"(\d+) bytes spill stores", report)]
     # A round's state across the calls of select and accept: nothing within a product.
-    assert max(stores) <= 128, report
+    assert max(stores) <= 144, report
     assert "warning" not in report, report
 
 
