@@ -27,6 +27,15 @@ FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3")
 MIN_RATE, MAX_RATE = 1_000, 384_000
 """Sample rates that are resampled, in hertz."""
 
+_MOST = {
+    "feature_size": 1024,
+    "sampling_rate": MAX_RATE,
+    "hop_length": 1 << 16,
+    "n_fft": 1 << 16,
+    "chunk_length": 24 * 3600,
+}
+"""What the numbers of a front may be: beyond, a clip would take memory that its file does not."""
+
 _BLOCK_SAMPLES = 1 << 16
 _BLOCK_FRAMES = 4096
 _MEL_LINEAR_HZ = 200 / 3
@@ -67,7 +76,15 @@ class AudioFront:
         for key in ("dither", "padding_value"):
             if section.has(key) and section.number(key):
                 raise ConfigError(f"{section.where}: {key} is {section.number(key)}, only 0 is supported")
-        return cls(**{item.name: section.integer(item.name, minimum=1) for item in fields(cls)})
+        front = cls(
+            **{item.name: section.integer(item.name, minimum=1, maximum=_MOST[item.name]) for item in fields(cls)}
+        )
+        if front.sampling_rate < MIN_RATE or front.hop_length > front.n_fft:
+            raise ConfigError(
+                f"{section.where}: sampling_rate {front.sampling_rate} must be at least {MIN_RATE}, and hop_length "
+                f"{front.hop_length} at most n_fft {front.n_fft}"
+            )
+        return front
 
     @property
     def min_samples(self) -> int:

@@ -30,6 +30,8 @@ and take 4 GiB there."""
 MAX_ASPECT = 200
 """Long side over short side at most (the reference's)."""
 
+_MIN_STD, _MAX_MEAN = 1e-3, 1e3
+
 Float32 = NDArray[np.float32]
 
 
@@ -65,9 +67,17 @@ class ImageFront:
         names = ("min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size")
         sizes = {name: section.integer(name, minimum=1) for name in names}
         mean, std = _three(section, "image_mean"), _three(section, "image_std")
-        if min(std) <= 0:
-            raise ConfigError(f"{section.where}: image_std must be positive")
+        if min(std) < _MIN_STD or max(map(abs, mean)) > _MAX_MEAN:
+            raise ConfigError(
+                f"{section.where}: image_std must be at least {_MIN_STD}, image_mean at most {_MAX_MEAN} (0 and 1 are "
+                f"black and white)"
+            )
         return cls(image_mean=mean, image_std=std, **sizes)
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def square(self) -> int:
