@@ -18,7 +18,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from .config import Section
+from .config import Section, is_plain_file
 from .errors import ConfigError
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3")
@@ -35,6 +35,9 @@ _MOST = {
     "chunk_length": 24 * 3600,
 }
 """What the numbers of a front may be: beyond, a clip would take memory that its file does not."""
+
+_MAX_OVERLAP = 8
+"""Frames that a sample may be in."""
 
 _BLOCK_SAMPLES = 1 << 16
 _BLOCK_FRAMES = 4096
@@ -79,10 +82,11 @@ class AudioFront:
         front = cls(
             **{item.name: section.integer(item.name, minimum=1, maximum=_MOST[item.name]) for item in fields(cls)}
         )
-        if front.sampling_rate < MIN_RATE or front.hop_length > front.n_fft:
+        overlap = front.n_fft / front.hop_length
+        if front.sampling_rate < MIN_RATE or not 1 <= overlap <= _MAX_OVERLAP:
             raise ConfigError(
                 f"{section.where}: sampling_rate {front.sampling_rate} must be at least {MIN_RATE}, and hop_length "
-                f"{front.hop_length} at most n_fft {front.n_fft}"
+                f"{front.hop_length} from an eighth of n_fft {front.n_fft} to all of it"
             )
         return front
 
@@ -110,7 +114,7 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
     ConfigError
         No such file, no audio of these kinds, damaged, not finite, too short or too long.
     """
-    if not path.is_file():
+    if not is_plain_file(path):
         raise ConfigError(f"{path}: there is no such file")
     try:
         with soundfile.SoundFile(str(path)) as file:
@@ -139,7 +143,8 @@ def _mono(file: Any, longest: int) -> Float32:
     parts, count = [np.zeros(0, np.float32)], 0
     # Not blocks(): of a file that is cut short it gives the samples that the header promises.
     while count <= longest and len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
-        parts.append(block.mean(axis=1, dtype=np.float32))
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is told by who asked
+            parts.append(block.mean(axis=1, dtype=np.float32))
         count += len(block)
     return np.concatenate(parts)
 

@@ -25,6 +25,9 @@ AUDIO_TYPE, VISION_TYPE = "qwen3_omni_audio_encoder", "qwen3_omni_vision_encoder
 AUDIO_FOLDER, VISION_FOLDER = "audio", "visual"
 """Their folders in that of the multimodal engines."""
 
+_MAX_SIDE = 1 << 15
+"""Of the square table of learned positions: its rows are numbered in 32 bits."""
+
 _ROW_FRAMES = 8
 """Mel frames of a row: three convolutions halve them."""
 
@@ -135,7 +138,7 @@ class VisionEncoder:
         self.hidden_size = section.integer("hidden_size", minimum=1)
         self.num_deepstack_features = section.integer("num_deepstack_features", minimum=0)
         self.max_patches = section.section("builder_config").integer("max_patches", minimum=1, maximum=MAX_PATCHES)
-        self._side = section.integer("positions_per_side", minimum=1)
+        self._side = section.integer("positions_per_side", minimum=1, maximum=_MAX_SIDE)
 
     @classmethod
     def from_engine_dir(cls, folder: Path, *, runtime: Runtime) -> VisionEncoder:

@@ -8,7 +8,6 @@ four of a square stand together.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from .config import Section
+from .config import Section, is_plain_file
 from .errors import ConfigError
 
 FORMATS = ("PNG", "JPEG")
@@ -127,18 +126,14 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
     ConfigError
         No such file, no image of these kinds, damaged, too large or too narrow.
     """
-    if not path.is_file():
+    if not is_plain_file(path):
         raise ConfigError(f"{path}: there is no such file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
-                _check_size(path, image, front, max_patches, max_pixels)
-                pixels = _rgb(ImageOps.exif_transpose(image))
+        with Image.open(path, formats=FORMATS) as image:
+            _check_size(path, image, front, max_patches, max_pixels)
+            pixels = _rgb(ImageOps.exif_transpose(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ConfigError(
-            f"{path} is too large: an image may have {MAX_DECODED_PIXELS:,} pixels before it is scaled; scale it down"
-        ) from error
+        raise _swelling(path) from error
     except ConfigError:
         raise
     except Exception as error:  # Pillow's readers raise what they like on a damaged file
@@ -151,6 +146,9 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
 
 def _check_size(path: Path, image: Image.Image, front: ImageFront, limit: int, max_pixels: int | None) -> None:
     """Refuse an image of which the encoder cannot take the patches, before its pixels are decoded."""
+    # Not by a filter that turns Pillow's warning into an error: filters are the process's, and threads read images.
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        raise _swelling(path)
     try:
         count = math.prod(resized_size(image.height, image.width, front, max_pixels)) // front.patch_size**2
     except ConfigError as error:
@@ -163,6 +161,12 @@ def _check_size(path: Path, image: Image.Image, front: ImageFront, limit: int, m
             f"{front.patch_size} x {front.patch_size}, the vision encoder takes {limit}; give the part "
             f'"max_pixels": {most} to have it scaled down{hint}'
         )
+
+
+def _swelling(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is too large: an image may have {MAX_DECODED_PIXELS:,} pixels before it is scaled; scale it down"
+    )
 
 
 def _rgb(image: Image.Image) -> Image.Image:
