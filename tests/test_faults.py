@@ -91,7 +91,7 @@ def test_a_killed_build_leaves_the_old_or_the_new_or_says_so(first: bool, childr
     reference = children.run("build", *build_args(tmp_path / "new"), watched=tmp_path)
     new, changes = digest(tmp_path / "new"), reference["changes"]
     commit = changes.index("open", len(changes) - changes[::-1].index("fsync") - 40)
-    moments = sampled(range(commit), 8) + sampled(range(commit, len(changes) + 12), 12 if first else 20)
+    moments = sampled(range(commit), 6) + sampled(range(commit, len(changes) + 12), 9 if first else 14)
     states = set()
     for moment in moments:
         shutil.rmtree(engine, ignore_errors=True)
@@ -120,7 +120,7 @@ def test_a_build_that_fails_behind_a_killed_one_keeps_the_older_engine(children:
     children.run("build", *build_args(engine, "--precision", "fp16"), watched=tmp_path)
     old, seen = digest(engine), 0
     total = len(children.run("build", *build_args(tmp_path / "new"), watched=tmp_path)["changes"])
-    for moment in range(total - 30, total, 3):
+    for moment in range(total - 30, total, 4):
         shutil.rmtree(engine)
         children.run("build", *build_args(engine, "--precision", "fp16"), watched=tmp_path)
         children.run("build", *build_args(engine), watched=engine, moment=moment)
@@ -206,7 +206,7 @@ def test_a_killed_installation_of_another_model(fake: Backend, variants: dict[st
         if name == "old":
             shutil.copytree(engine, tmp_path / "before")
     seen: set[str] = set()
-    for moment in range(60):
+    for moment in range(0, 60, 2 if LONG_RUN is None else 1):
         shutil.rmtree(engine)
         shutil.copytree(tmp_path / "before", engine)
         if not killed_at(moment, lambda: build_component(sources["new"], engine, fake, options), watched=engine):
