@@ -25,7 +25,7 @@ from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_request
 from trt_cpspec.tensorfile import TensorFile
 
-THREADS = 4
+THREADS, LONGEST = 4, 4
 WORDS = ("the", "quick", "brown fox", "jumps", "over", "a lazy dog", "and rests", "in the warm", "light", "of evening")
 
 BAD: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def make_asks(
         given: dict[str, Any] = {
             "text": " ".join(draw.choices(WORDS, k=draw.randint(1, 15))) + ".",
             "seed": draw.randrange(2**64),
-            "max_audio_length": draw.randint(1, 6),
+            "max_audio_length": draw.randint(1, LONGEST),
             "speaker": speaker,
             "non_streaming_mode": draw.random() < 0.5,
             "talker_temperature": draw.choice([0.0, 0.7, 1.0]),
