@@ -16,6 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from trt_cpspec.builder.rebuild import RebuildOptions, build_component
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
 from trt_cpspec import durable
+from trt_cpspec import runtime as runtime_module
 from trt_cpspec.cli import tts
 from trt_cpspec.cuda import Device
 from trt_cpspec.durable import UNFINISHED, check_finished
@@ -41,12 +43,13 @@ from trt_cpspec.errors import ConfigError, EngineError
 from trt_cpspec.inspection import describe_engine_dir
 from trt_cpspec.memory import memory_needed
 from trt_cpspec.pipeline import Qwen3TTS
-from trt_cpspec.runtime import Runtime
+from trt_cpspec.runtime import Runtime, open_runtime
 from trt_cpspec.session import DecoderSession, GraphSession
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINTS = {name: GOLDEN / name / "checkpoint" for name in ("tts_a", "tts_b")}
 COMPONENTS = ("talker", "code_predictor", "code2wav")
+STREAMED = ("--streaming", "--chunkFrames", "2")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def test_a_killed_build_leaves_the_old_or_the_new_or_says_so(first: bool, childr
     reference = children.run("build", *build_args(tmp_path / "new"), watched=tmp_path)
     new, changes = digest(tmp_path / "new"), reference["changes"]
     commit = changes.index("open", len(changes) - changes[::-1].index("fsync") - 40)
-    moments = sampled(range(commit), 8) + sampled(range(commit, len(changes) + 12), 12 if first else 20)
+    moments = sampled(range(commit), 6) + sampled(range(commit, len(changes) + 12), 9 if first else 14)
     states = set()
     for moment in moments:
         shutil.rmtree(engine, ignore_errors=True)
@@ -117,7 +120,7 @@ def test_a_build_that_fails_behind_a_killed_one_keeps_the_older_engine(children:
     children.run("build", *build_args(engine, "--precision", "fp16"), watched=tmp_path)
     old, seen = digest(engine), 0
     total = len(children.run("build", *build_args(tmp_path / "new"), watched=tmp_path)["changes"])
-    for moment in range(total - 30, total, 3):
+    for moment in range(total - 30, total, 4):
         shutil.rmtree(engine)
         children.run("build", *build_args(engine, "--precision", "fp16"), watched=tmp_path)
         children.run("build", *build_args(engine), watched=engine, moment=moment)
@@ -132,17 +135,20 @@ def test_a_build_that_fails_behind_a_killed_one_keeps_the_older_engine(children:
     assert seen >= 3
 
 
-def test_a_killed_run_leaves_whole_files_only(children: Children, lively_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [(), STREAMED], ids=["at once", "streamed"])
+def test_a_killed_run_leaves_whole_files_only(
+    how: tuple[str, ...], children: Children, lively_root: Path, tmp_path: Path
+) -> None:
     def args(folder: Path) -> list[str | Path]:
-        given = ["--talkerEngineDir", lively_root / "talker", "--text", "Hello there.", "--seed", "1", "--threads", "1"]
-        return [*given, "--outputAudioDir", folder / "audio", "--outputFile", folder / "out.json",
+        given = ["--talkerEngineDir", lively_root / "talker", "--text", "Hello.", "--seed", "1", "--threads", "1"]
+        return [*given, *how, "--outputAudioDir", folder / "audio", "--outputFile", folder / "out.json",
                 "--profileOutputFile", folder / "profile.json"]  # fmt: skip
 
     done = children.run("tts", *args(tmp_path / "good"), watched=tmp_path / "good")
     assert done["code"] == 0
     samples, _ = soundfile.read(tmp_path / "good" / "audio" / "audio_req0.wav", dtype="int16")
     codes = load_file(tmp_path / "good" / "audio" / "rvq_req0.safetensors")["rvq_codes"]
-    moments = sampled(range(len(done["changes"])), 12)
+    moments = sampled(range(len(done["changes"])), 8)
     for moment in moments:
         folder = tmp_path / str(moment)
         run = children.run("tts", *args(folder), watched=folder, moment=moment)
@@ -200,7 +206,7 @@ def test_a_killed_installation_of_another_model(fake: Backend, variants: dict[st
         if name == "old":
             shutil.copytree(engine, tmp_path / "before")
     seen: set[str] = set()
-    for moment in range(60):
+    for moment in range(0, 60, 2 if LONG_RUN is None else 1):
         shutil.rmtree(engine)
         shutil.copytree(tmp_path / "before", engine)
         if not killed_at(moment, lambda: build_component(sources["new"], engine, fake, options), watched=engine):
@@ -292,19 +298,22 @@ def test_a_build_on_a_full_disk(at: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_a_run_on_a_full_disk(at: int, lively_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("at", "how"), [*((at, ()) for at in range(4)), (0, STREAMED), (1, STREAMED)])
+def test_a_run_on_a_full_disk(
+    at: int, how: tuple[str, ...], lively_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is complete is kept; of what is not, the error names the file, and nothing half is there."""
     with monkeypatch.context() as patch:
         FullDisk(patch, at)
-        result = speak(lively_root, tmp_path, "--seed", "1")
+        result = speak(lively_root, tmp_path, "--seed", "1", *how)
     assert result.exit_code == 1
     document = json.loads(result.stdout) if at < 4 and not (tmp_path / "out.json").exists() else None
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     if at < 2:
         assert document is not None
         assert "No space left on device: '" in document["responses"][0]["error"]
-        assert f"{('rvq_req0.safetensors', 'audio_req0.wav')[1 - at]}" in document["responses"][0]["error"]
+        named = "rvq_req0.safetensors" if (at == 0) == (how == STREAMED) else "audio_req0.wav"  # a stream's wav is last
+        assert named in document["responses"][0]["error"]
         assert names == set()
     else:
         assert names == {"audio_req0.wav", "rvq_req0.safetensors"} | ({"out.json"} if at == 3 else set())
@@ -542,6 +551,29 @@ def test_a_device_without_room_for_the_plans(driver: FakeDriver, lively_root: Pa
     assert "Traceback" not in result.output
     driver.total = 6_000_000
     assert on_gpu(engine, tmp_path / "out").exit_code == 0
+
+
+def test_an_encoder_s_memory_is_compared_when_it_is_opened(
+    driver: FakeDriver, omni_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: a model that only reads text needs none for it."""
+    folder = omni_copy / "multimodal" / "visual"
+    (folder / "visual.engine").write_bytes(bytes(2_000_000))
+    (omni_copy / "thinker" / "llm.engine").write_bytes(bytes(1_000_000))
+    config = json.loads((folder / "config.json").read_text())
+    plan = sidecar.plan_record("visual.engine", bytes(2_000_000))
+    versions = {"flavour": "tensorrt", "tensorrt_version": "1.0", "compute_capabilities": []}
+    config["builder_config"]["engine"] = {**versions, "plan": plan}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(runtime_module, "import_binding", lambda flavour: SimpleNamespace(__version__="1.0"))
+    monkeypatch.setattr(runtime_module, "Plan", lambda path, binding, data: len(data))
+    driver.total = 1_500_000
+    opened = open_runtime("cuda", [omni_copy / "thinker", folder])
+    words = r"opening .*visual\.engine needs 2\.0 MB of device memory, 1\.5 MB are free on Fake GPU"
+    with pytest.raises(EngineError, match=words):
+        opened._plan(folder, "visual.engine")
+    driver.total = 2_000_000
+    assert opened._plan(folder, "visual.engine") == 2_000_000
 
 
 def test_an_array_that_does_not_fit_has_both_numbers(driver: FakeDriver) -> None:

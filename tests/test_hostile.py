@@ -20,9 +20,12 @@ import hypothesis.strategies as st
 import numpy as np
 import onnx
 import pytest
+import soundfile
 from click.testing import CliRunner
 from hostile import INTEGERS, JSON_VALUES, changed, damaged, dumped, tried
 from hypothesis import given
+from media_case import MediaCase
+from PIL import Image
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 from trt_cpspec.builder import sidecar
@@ -33,12 +36,15 @@ from trt_cpspec.builder.omni_checkpoint import read_omni_checkpoint
 from trt_cpspec.builder.rebuild import RebuildOptions, build_component
 
 from trt_cpspec import runtime
+from trt_cpspec.audio_input import log_mel, read_clip
 from trt_cpspec.chat import ChatTokenizer
 from trt_cpspec.cli import llm, tts
 from trt_cpspec.config import CodePredictorSpec, Section, TalkerSpec, ThinkerSpec
 from trt_cpspec.errors import ConfigError, CpSpecError, EngineError
 from trt_cpspec.fused import GraphWeights
+from trt_cpspec.image_input import read_image
 from trt_cpspec.inspection import describe_engine_dir, format_description
+from trt_cpspec.memory import format_memory, memory_needed
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_chat, make_request, read_chat_file, read_request_file
@@ -211,12 +217,13 @@ def test_tokens_beyond_the_embedding(variants: dict[str, Any], tmp_path: Path) -
         model.synthesize("Hello.", max_audio_length=1)
 
 
-@tried(60)
+@tried(40)
 @given(data=st.data())
 def test_an_engine_with_a_hostile_config(data: st.DataObject, spoilt: Path, spoilt_omni: Path) -> None:
     """What is loaded all the same speaks, or fails as an engine may."""
     names = ("talker", "code_predictor", "code2wav")
-    for engine, components in ((spoilt, names), (spoilt_omni, ("thinker", *names[:2], "multimodal/code2wav"))):
+    multimodal = [f"multimodal/{name}" for name in ("code2wav", "audio", "visual")]
+    for engine, components in ((spoilt, names), (spoilt_omni, ("thinker", *names[:2], *multimodal))):
         path = engine / data.draw(st.sampled_from(components)) / "config.json"
         good = path.read_bytes()
         path.write_bytes(dumped(data.draw(changed(json.loads(good)))))
@@ -224,11 +231,15 @@ def test_an_engine_with_a_hostile_config(data: st.DataObject, spoilt: Path, spoi
             with refused():
                 format_description(describe_engine_dir(engine))
             with refused():
+                format_memory(memory_needed(engine))
+            with refused():
                 if engine == spoilt:
                     Qwen3TTS.from_engine_dir(engine, threads=1).synthesize("Hi.", seed=1, max_audio_length=2)
                 else:
                     omni = Qwen3Omni.from_engine_dir(engine, threads=1)
-                    omni.respond("Hi.", seed=1, max_generate_length=3, max_audio_length=2)
+                    heard = MediaCase("heard" if path.parent.name == "audio" else "seen", omni, engine).messages
+                    said = heard if path.parent.name in ("audio", "visual") else "Hi."
+                    omni.respond(said, seed=1, max_generate_length=3, max_audio_length=2)
         finally:
             path.write_bytes(good)
 
@@ -343,8 +354,8 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": 1024}, "is missing"),
-        ({"num_hidden_layers": 1}, "past_key_1 is .*, not known"),
+        ({"num_hidden_layers": 1024}, r"missing \['past_key_10'"),
+        ({"num_hidden_layers": 1}, r"unknown \['past_key_1'"),
         ({"head_dim": 2**20}, "config.json asks for"),
         ({"num_key_value_heads": 4}, "config.json asks for"),
         ({"hidden_size": 2**30}, "inputs_embeds has shape"),
@@ -667,6 +678,122 @@ def test_a_graph_that_is_a_link_out_of_its_folder(onnx_folder: Path, tmp_path: P
     (tmp_path / "model.onnx").symlink_to(onnx_folder / "model.onnx")
     with pytest.raises(EngineError, match="is a link to"):
         OnnxGraph(tmp_path / "model.onnx")
+
+
+# ---- audio and images -----------------------------------------------------------------------------------------------
+
+CHAT_WITH_MEDIA = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "audio", "audio": "CLIP"}, {"type": "image", "image": "PICTURE"},
+                                 {"type": "image", "image": "PICTURE", "max_pixels": 4096}, {"text": "What is it?"}]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def media_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A file of each kind that is read, by its name."""
+    folder, rng = tmp_path_factory.mktemp("media"), np.random.default_rng(5)
+    clip, picture = 0.1 * rng.standard_normal((1600, 2)), rng.integers(0, 256, (40, 56, 4), np.uint8)
+    for name in ("clip.wav", "clip.flac", "clip.mp3"):
+        soundfile.write(folder / name, clip, 16000)
+    soundfile.write(folder / "float.wav", clip, 44100, subtype="FLOAT")
+    Image.fromarray(picture).save(folder / "picture.png")
+    Image.fromarray(picture[..., 0]).save(folder / "grey.png")
+    Image.fromarray(picture[..., :3]).save(folder / "picture.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0")
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
+@tried(300)
+@given(data=st.data())
+def test_media_files(
+    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Bytes are read by what they are, not by the name of the file."""
+    good = media_files[data.draw(st.sampled_from(list(media_files)))]
+    content = data.draw(damaged(good) | st.binary(max_size=64).map(lambda more: good[:12] + more) | st.just(good))
+    path = tmp_path_factory.getbasetemp() / "hostile.media"
+    path.write_bytes(content)
+    audio, vision = omni.model.encoders.audio(), omni.model.encoders.vision()
+    with bounded(len(good) + len(content), factor=2000), refused(ConfigError):
+        (mel,) = log_mel([read_clip(path, audio.front)], audio.front)
+        assert mel.shape[0] == audio.front.feature_size
+        assert np.isfinite(mel).all()
+    with bounded(len(good) + len(content), factor=2000), refused(ConfigError):
+        patches = read_image(path, vision.front, max_patches=vision.max_patches)
+        assert len(patches.values) == patches.rows * patches.columns <= vision.max_patches
+        assert np.isfinite(patches.values).all()
+
+
+@tried(80)
+@given(data=st.data())
+def test_conversations_with_media(
+    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "hostile_media"
+    folder.mkdir(exist_ok=True)
+    for name in ("clip.wav", "picture.png"):
+        (folder / name).write_bytes(media_files[name])
+    files = {"CLIP": str(folder / "clip.wav"), "PICTURE": str(folder / "picture.png")}
+    messages = with_values(data.draw(changed(CHAT_WITH_MEDIA)), files)
+    with refused(ConfigError):
+        omni.model.prepare(make_chat(messages, {"seed": 1, "max_audio_length": 2, "max_generate_length": 2}))
+
+
+def with_values(document: Any, values: dict[str, str]) -> Any:
+    """Replace texts of a document by others."""
+    if isinstance(document, dict):
+        return {key: with_values(value, values) for key, value in document.items()}
+    if isinstance(document, list):
+        return [with_values(value, values) for value in document]
+    return values.get(document, document) if isinstance(document, str) else document
+
+
+ENCODER_SIZES = {
+    "audio": (
+        "hidden_size", "window_chunks", "chunk_frames", "chunk_rows", "builder_config.max_windows",
+        *(f"preprocessor.{key}" for key in ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length")),
+    ),
+    "visual": (
+        "hidden_size", "num_deepstack_features", "positions_per_side", "builder_config.max_patches",
+        *(f"preprocessor.{key}" for key in ("min_pixels", "max_pixels", "patch_size", "merge_size",
+                                            "temporal_patch_size")),
+    ),
+}  # fmt: skip
+HARMLESS = ("max_windows", "chunk_length", "max_pixels", "min_pixels", "sampling_rate", "n_fft")
+"""Of those, what bounds an input or a call, or what other values may be meant of, up to a limit."""
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in ENCODER_SIZES.items() for key in keys])
+def test_sizes_of_an_encoder_that_nothing_confirms(name: str, key: str, omni: Any, tmp_path: Path) -> None:
+    """They are compared with the graph, or with what comes out of it, before memory is taken for them."""
+    folder = shutil.copytree(omni.engine / "multimodal", tmp_path / "multimodal")
+    path = folder / name / "config.json"
+    good = json.loads(path.read_text())
+    messages = MediaCase("heard" if name == "audio" else "seen", omni.model, tmp_path).messages
+    for value in (1, 3, 10**4, 10**6, 2**31 - 1):
+        config = json.loads(json.dumps(good))
+        section = config[key.split(".")[0]] if "." in key else config
+        if section[key.split(".")[-1]] == value:
+            continue
+        section[key.split(".")[-1]] = value
+        path.write_text(json.dumps(config))
+        encoders = replace(omni.model.encoders, folder=folder)
+        model = Qwen3Omni(omni.model.thinker, omni.model.tokenizer, None, encoders)
+        spoke = False
+        with bounded(2**20, factor=60), refused():
+            model.respond(messages, seed=1, max_generate_length=1)
+            spoke = True
+        assert not spoke or key.endswith(HARMLESS) or value < 10**4, value
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_media_that_are_no_plain_files(kind: str, omni: Any, tmp_path: Path) -> None:
+    """A pipe would keep the reader waiting, a device would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), Path("/proc/self/mem"), tmp_path / ("x" * 500)):
+        with pytest.raises(ConfigError, match=r"messages\[0\]\.content\[0\]: .*(no such file|cannot be read)"):
+            omni.model.prepare(make_chat([{"role": "user", "content": [{kind: str(path)}]}], {}))
 
 
 # ---- memory that Python does not count ------------------------------------------------------------------------------

@@ -1039,7 +1039,7 @@ def test_a_decoder_that_does_not_see_takes_no_image(tmp_path: Path) -> None:
 
 def test_a_graph_without_state_may_have_several_tensors(tmp_path: Path) -> None:
     device: Any = FakeDevice()
-    session = TensorRTGraphSession(plan_of(tmp_path, FakeEncoder()), device, ("a", "b", "whole", "half"))
+    session = TensorRTGraphSession(plan_of(tmp_path, FakeEncoder()), device, dict.fromkeys(("a", "b", "whole", "half")))
     a, b = np.ones((3, 2), np.float32), np.arange(6).reshape(3, 2)
     found = session.run({"a": a, "b": b})
     np.testing.assert_array_equal(found["whole"], a + 2 * b)

@@ -18,7 +18,7 @@ import soundfile
 import soxr
 from numpy.typing import NDArray
 
-from .config import Section
+from .config import Section, is_plain_file
 from .errors import ConfigError
 
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3")
@@ -26,6 +26,18 @@ FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "MP3")
 
 MIN_RATE, MAX_RATE = 1_000, 384_000
 """Sample rates that are resampled, in hertz."""
+
+_MOST = {
+    "feature_size": 1024,
+    "sampling_rate": MAX_RATE,
+    "hop_length": 1 << 16,
+    "n_fft": 1 << 16,
+    "chunk_length": 24 * 3600,
+}
+"""What the numbers of a front may be: beyond, a clip would take memory that its file does not."""
+
+_MAX_OVERLAP = 8
+"""Frames that a sample may be in."""
 
 _BLOCK_SAMPLES = 1 << 16
 _BLOCK_FRAMES = 4096
@@ -67,7 +79,16 @@ class AudioFront:
         for key in ("dither", "padding_value"):
             if section.has(key) and section.number(key):
                 raise ConfigError(f"{section.where}: {key} is {section.number(key)}, only 0 is supported")
-        return cls(**{item.name: section.integer(item.name, minimum=1) for item in fields(cls)})
+        front = cls(
+            **{item.name: section.integer(item.name, minimum=1, maximum=_MOST[item.name]) for item in fields(cls)}
+        )
+        overlap = front.n_fft / front.hop_length
+        if front.sampling_rate < MIN_RATE or not 1 <= overlap <= _MAX_OVERLAP:
+            raise ConfigError(
+                f"{section.where}: sampling_rate {front.sampling_rate} must be at least {MIN_RATE}, and hop_length "
+                f"{front.hop_length} from an eighth of n_fft {front.n_fft} to all of it"
+            )
+        return front
 
     @property
     def min_samples(self) -> int:
@@ -93,7 +114,7 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
     ConfigError
         No such file, no audio of these kinds, damaged, not finite, too short or too long.
     """
-    if not path.is_file():
+    if not is_plain_file(path):
         raise ConfigError(f"{path}: there is no such file")
     try:
         with soundfile.SoundFile(str(path)) as file:
@@ -122,7 +143,8 @@ def _mono(file: Any, longest: int) -> Float32:
     parts, count = [np.zeros(0, np.float32)], 0
     # Not blocks(): of a file that is cut short it gives the samples that the header promises.
     while count <= longest and len(block := file.read(_BLOCK_SAMPLES, dtype="float32", always_2d=True)):
-        parts.append(block.mean(axis=1, dtype=np.float32))
+        with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is told by who asked
+            parts.append(block.mean(axis=1, dtype=np.float32))
         count += len(block)
     return np.concatenate(parts)
 

@@ -542,6 +542,14 @@ class ThinkerSpec:
         )
 
 
+def is_plain_file(path: Path) -> bool:
+    """Return whether a path that somebody gave is a file: no pipe, no device, and no name that cannot be one."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long, or with a null byte
+        return False
+
+
 def is_thinker(model: str) -> bool:
     """Return whether a config's ``model`` is a Thinker's: ``qwen3_omni_moe_text`` (the Talker's has ``talker``)."""
     return "omni" in model and model.endswith("_text") and "talker" not in model

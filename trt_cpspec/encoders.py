@@ -14,8 +14,9 @@ from .audio_input import AudioFront
 from .config import Section
 from .durable import check_finished
 from .errors import ConfigError, EngineError
-from .image_input import ImageFront, Patches
+from .image_input import MAX_PATCHES, ImageFront, Patches
 from .runtime import AUDIO_PLAN, VISION_PLAN, Runtime, StaticGraph
+from .session import Shapes
 from .turns import ModelLock
 
 AUDIO_TYPE, VISION_TYPE = "qwen3_omni_audio_encoder", "qwen3_omni_vision_encoder"
@@ -23,6 +24,12 @@ AUDIO_TYPE, VISION_TYPE = "qwen3_omni_audio_encoder", "qwen3_omni_vision_encoder
 
 AUDIO_FOLDER, VISION_FOLDER = "audio", "visual"
 """Their folders in that of the multimodal engines."""
+
+_MAX_SIDE = 1 << 15
+"""Of the square table of learned positions: its rows are numbered in 32 bits."""
+
+_ROW_FRAMES = 8
+"""Mel frames of a row: three convolutions halve them."""
 
 Float32 = NDArray[np.float32]
 
@@ -64,19 +71,24 @@ class AudioEncoder:
         self.hidden_size = section.integer("hidden_size", minimum=1)
         self._chunks = section.integer("window_chunks", minimum=1)
         self._frames = section.integer("chunk_frames", minimum=1)
-        self._rows = section.integer("chunk_rows", minimum=1)
+        self._rows = -(-self._frames // _ROW_FRAMES)
+        section.require("chunk_rows", self._rows)
         self._max_windows = section.section("builder_config").integer("max_windows", minimum=1)
 
     @classmethod
     def from_engine_dir(cls, folder: Path, *, runtime: Runtime) -> AudioEncoder:
         """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of a codec's."""
         section = _config(folder, AUDIO_TYPE)
-        return cls(runtime.graph(folder, AUDIO_PLAN, ("mel", "extents", "lengths", "embeds")), section)
+        # Sizes that only config.json says are compared with the graph's before memory is taken for them.
+        bins = section.section("preprocessor").integer("feature_size", minimum=1)
+        sizes = [section.integer(key, minimum=1) for key in ("window_chunks", "chunk_frames")]
+        shapes: Shapes = {"mel": (None, sizes[0], bins, sizes[1]), "extents": (2,), "lengths": (None,), "embeds": None}
+        return cls(runtime.graph(folder, AUDIO_PLAN, shapes), section)
 
     def rows_of(self, frames: int) -> int:
         """Return how many rows so many mel frames become: 13 for each whole chunk of 100."""
         whole, rest = divmod(frames, self._frames)
-        return whole * self._rows + -(-rest // 8)
+        return whole * self._rows + -(-rest // _ROW_FRAMES)
 
     def encode(self, features: Sequence[Float32]) -> list[Float32]:
         """Encode the clips of one conversation, each ``[bins, M]`` to ``[rows_of(M), H]``."""
@@ -95,6 +107,7 @@ class AudioEncoder:
                 part = slice(start, start + self._max_windows)
                 feeds = {"mel": np.ascontiguousarray(windows[part]), "extents": extents}
                 found = self._graph.run(feeds | {"lengths": np.array(lengths[part], np.int32)})["embeds"]
+                _check_rows(found, (len(windows[part]), self._chunks * self._rows, self.hidden_size))
                 rows += [window[:length] for window, length in zip(found, lengths[part], strict=True)]
             encoded.append(np.concatenate(rows))
         return encoded
@@ -124,16 +137,24 @@ class VisionEncoder:
         self.front = ImageFront.from_section(section.section("preprocessor"))
         self.hidden_size = section.integer("hidden_size", minimum=1)
         self.num_deepstack_features = section.integer("num_deepstack_features", minimum=0)
-        self.max_patches = section.section("builder_config").integer("max_patches", minimum=1)
-        self._side = section.integer("positions_per_side", minimum=1)
+        self.max_patches = section.section("builder_config").integer("max_patches", minimum=1, maximum=MAX_PATCHES)
+        self._side = section.integer("positions_per_side", minimum=1, maximum=_MAX_SIDE)
 
     @classmethod
     def from_engine_dir(cls, folder: Path, *, runtime: Runtime) -> VisionEncoder:
         """Open the encoder of a folder that ``cpspec-build`` wrote; errors are those of a codec's."""
         section = _config(folder, VISION_TYPE)
-        names = ("patches", "places", "corners", "shares", "embeds")
-        deep = ("deepstack",) if section.integer("num_deepstack_features", minimum=0) else ()
-        return cls(runtime.graph(folder, VISION_PLAN, names + deep), section)
+        front = ImageFront.from_section(section.section("preprocessor"))
+        shapes: dict[str, Sequence[int | None] | None] = {
+            "patches": (None, front.patch_values),
+            "places": (None, 2),
+            "corners": (None, 4),
+            "shares": (None, 4),
+            "embeds": None,
+        }
+        if section.integer("num_deepstack_features", minimum=0):
+            shapes["deepstack"] = None
+        return cls(runtime.graph(folder, VISION_PLAN, shapes), section)
 
     def encode(self, image: Patches) -> Seen:
         """Encode one image."""
@@ -142,7 +163,11 @@ class VisionEncoder:
         feeds = {"patches": image.values, "places": places, "corners": corners, "shares": shares}
         found = self._graph.run(feeds)
         embeds = found["embeds"]
-        return Seen(embeds=embeds, deepstack=found.get("deepstack", np.zeros((len(embeds), 0), np.float32)))
+        deepstack = found.get("deepstack", np.zeros((len(embeds), 0), np.float32))
+        rows = len(places) // self.front.merge_size**2
+        _check_rows(embeds, (rows, self.hidden_size))
+        _check_rows(deepstack, (rows, self.num_deepstack_features * self.hidden_size))
+        return Seen(embeds=embeds, deepstack=deepstack)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,6 +243,14 @@ class Encoders:
                 f"{self.folder / name} gives rows of {width}, the Thinker's hidden_size is {self.hidden_size}: they "
                 f"come from different checkpoints"
             )
+
+
+def _check_rows(found: Float32, expected: tuple[int, ...]) -> None:
+    if found.shape != expected:
+        raise EngineError(
+            f"an encoder's graph gave rows of shape {list(found.shape)}, its config.json promises {list(expected)}: "
+            f"build the engine folder again with cpspec-build"
+        )
 
 
 def _config(folder: Path, model_type: str) -> Section:

@@ -8,7 +8,6 @@ four of a square stand together.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from .config import Section
+from .config import Section, is_plain_file
 from .errors import ConfigError
 
 FORMATS = ("PNG", "JPEG")
@@ -29,6 +28,8 @@ and take 4 GiB there."""
 
 MAX_ASPECT = 200
 """Long side over short side at most (the reference's)."""
+
+_MIN_STD, _MAX_MEAN = 1e-3, 1e3
 
 Float32 = NDArray[np.float32]
 
@@ -65,9 +66,17 @@ class ImageFront:
         names = ("min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size")
         sizes = {name: section.integer(name, minimum=1) for name in names}
         mean, std = _three(section, "image_mean"), _three(section, "image_std")
-        if min(std) <= 0:
-            raise ConfigError(f"{section.where}: image_std must be positive")
+        if min(std) < _MIN_STD or max(map(abs, mean)) > _MAX_MEAN:
+            raise ConfigError(
+                f"{section.where}: image_std must be at least {_MIN_STD}, image_mean at most {_MAX_MEAN} (0 and 1 are "
+                f"black and white)"
+            )
         return cls(image_mean=mean, image_std=std, **sizes)
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def square(self) -> int:
@@ -117,18 +126,14 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
     ConfigError
         No such file, no image of these kinds, damaged, too large or too narrow.
     """
-    if not path.is_file():
+    if not is_plain_file(path):
         raise ConfigError(f"{path}: there is no such file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path, formats=FORMATS) as image:
-                _check_size(path, image, front, max_patches, max_pixels)
-                pixels = _rgb(ImageOps.exif_transpose(image))
+        with Image.open(path, formats=FORMATS) as image:
+            _check_size(path, image, front, max_patches, max_pixels)
+            pixels = _rgb(ImageOps.exif_transpose(image))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ConfigError(
-            f"{path} is too large: an image may have {MAX_DECODED_PIXELS:,} pixels before it is scaled; scale it down"
-        ) from error
+        raise _swelling(path) from error
     except ConfigError:
         raise
     except Exception as error:  # Pillow's readers raise what they like on a damaged file
@@ -141,6 +146,9 @@ def read_image(path: Path, front: ImageFront, *, max_patches: int, max_pixels: i
 
 def _check_size(path: Path, image: Image.Image, front: ImageFront, limit: int, max_pixels: int | None) -> None:
     """Refuse an image of which the encoder cannot take the patches, before its pixels are decoded."""
+    # Not by a filter that turns Pillow's warning into an error: filters are the process's, and threads read images.
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        raise _swelling(path)
     try:
         count = math.prod(resized_size(image.height, image.width, front, max_pixels)) // front.patch_size**2
     except ConfigError as error:
@@ -153,6 +161,12 @@ def _check_size(path: Path, image: Image.Image, front: ImageFront, limit: int, m
             f"{front.patch_size} x {front.patch_size}, the vision encoder takes {limit}; give the part "
             f'"max_pixels": {most} to have it scaled down{hint}'
         )
+
+
+def _swelling(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is too large: an image may have {MAX_DECODED_PIXELS:,} pixels before it is scaled; scale it down"
+    )
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -629,12 +629,9 @@ class _AnswerText:
                 return False
             self._count += 1
             self._progress(0)
-        except EngineError as error:
-            self._answer.error = error
+        except (EngineError, MemoryError) as error:
+            self._answer.error = as_engine_error(error)
             raise
-        except MemoryError as error:
-            self._answer.error = out_of_memory(error)
-            raise self._answer.error from error
         return True
 
     def complete(self) -> None:

@@ -287,13 +287,13 @@ def _streamed(
     result: R | None = None
     try:
         with ExitStack() as stack:
+            partial_codes = stack.enter_context(replacing(codes)) if codes is not None else None
             file: BinaryIO = sys.stdout.buffer
             if audio != STDOUT:
                 partial = stack.enter_context(replacing(audio))
-                stack.enter_context(durable.naming(audio, partial))
+                stack.enter_context(durable.naming(audio, partial))  # the last: what names no file is of this one
                 file = stack.enter_context(partial.open("wb"))
             sink = WavStream(file, stream.sample_rate)
-            partial_codes = stack.enter_context(replacing(codes)) if codes is not None else None
             stack.enter_context(stream)
             stack.push(lambda kind, error, trace: sink.discard() if kind is not None else None)
             for samples in stream:

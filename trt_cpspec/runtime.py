@@ -17,7 +17,7 @@ from .cuda import Device
 from .durable import check_finished, check_inside
 from .errors import ConfigError, CpSpecError, EngineError, did_you_mean
 from .fused import fused_refusal
-from .session import NO_EXTRAS, DecoderSession, Float32, GraphSession, HeadSession, PassExtras
+from .session import NO_EXTRAS, DecoderSession, Float32, GraphSession, HeadSession, PassExtras, Shapes
 from .trt_session import (
     CODEC_TENSORS,
     Plan,
@@ -130,13 +130,13 @@ class Runtime:
         path = folder / HEADS_FILE
         return HeadSession(path, threads=self.threads) if self.cuda is None and path.is_file() else None
 
-    def graph(self, folder: Path, plan: str = CODEC_PLAN, names: Sequence[str] = CODEC_TENSORS) -> CodecGraph:
-        """Open the codec's graph, or an encoder's by the name of its plan and those of its tensors."""
+    def graph(self, folder: Path, plan: str = CODEC_PLAN, tensors: Shapes = CODEC_TENSORS) -> CodecGraph:
+        """Open the codec's graph, or an encoder's by the name of its plan and by its tensors."""
         if self.cuda is None:
             graph = GraphSession(folder / GRAPH_FILE, threads=self.threads)
-            graph.check_names(names)
+            graph.check_tensors(tensors)
             return graph
-        return TensorRTGraphSession(self._plan(folder, plan), self.cuda, names)
+        return TensorRTGraphSession(self._plan(folder, plan), self.cuda, tensors)
 
     def _plan(self, folder: Path, name: str) -> Plan:
         assert self.cuda is not None

@@ -35,6 +35,9 @@ KEPT_LENGTH = 8
 
 Float32 = NDArray[np.float32]
 
+Shapes = Mapping[str, Sequence[int | None] | None]
+"""Tensors by name: their shapes, None where an extent varies, or None where the shape is no matter."""
+
 _MAX_STATE_BYTES = 2**30
 _AGAIN = "build the engine folder again with cpspec-build"
 
@@ -79,6 +82,28 @@ def check_extras(where: Path, names: Collection[str], extras: PassExtras) -> Non
             f"{where} has no {', '.join(missing)}: it was built without the vision encoder; build the whole engine "
             f"folder again with cpspec-build"
         )
+
+
+def check_shapes(where: Path, given: Mapping[str, Sequence[Any]], expected: Shapes) -> None:
+    """Raise an EngineError where tensors have other names or shapes than expected; extents that vary fit any."""
+    for name in sorted(given.keys() | expected.keys()):
+        if name not in expected or name not in given:
+            missing, extra = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+            raise EngineError(
+                f"{where} has not the tensors that config.json asks for: missing {missing or 'none'}, unknown "
+                f"{extra or 'none'}; {_AGAIN}"
+            )
+        wanted, found = expected[name], list(given[name])
+        if wanted is not None and (
+            len(wanted) != len(found)
+            or any(is_fixed(b) and a is not None and a != b for a, b in zip(wanted, found, strict=True))
+        ):
+            raise EngineError(f"{where}: {name} has shape {found}, config.json asks for {list(wanted)}; {_AGAIN}")
+
+
+def is_fixed(extent: Any) -> bool:
+    """Whether an extent of a graph or a plan is a number, not a name or -1."""
+    return isinstance(extent, int) and extent >= 0
 
 
 def open_graph(path: Path, *, threads: int | None = None) -> Any:
@@ -130,18 +155,14 @@ class GraphSession:
         self._path = path
         self._inputs = {item.name: list(item.shape) for item in self._session.get_inputs()}
         self._state_shapes = {name: (1, *shape[1:]) for name, shape in self._inputs.items() if name.startswith(PAST)}
-        self._check_state()
 
-    def check_names(self, expected: Collection[str]) -> None:
+    def check_tensors(self, expected: Shapes) -> None:
         """Raise an EngineError where a graph has other inputs and outputs; a state may be among them."""
+        self._check_state()
         past = list(self._state_shapes)
-        state = {"position", *past, *map(present_name, past)} if past else set()
-        found = {*self._inputs, *self._outputs}
-        if found != {*expected, *state}:
-            raise EngineError(
-                f"{self._path} is another component's: its inputs and outputs are {', '.join(sorted(found))}, not "
-                f"{', '.join(expected)}; {_AGAIN}"
-            )
+        state = dict.fromkeys(["position", *past, *map(present_name, past)] if past else [])
+        outputs = {item.name: list(item.shape) for item in self._session.get_outputs()}
+        check_shapes(self._path, {**self._inputs, **outputs}, {**expected, **state})
 
     @property
     def carries_state(self) -> bool:
@@ -160,7 +181,7 @@ class GraphSession:
     def _check_state(self) -> None:
         """Raise an EngineError where a state has no shape, or takes more than any codec's."""
         shapes = list(self._state_shapes.values())
-        if not all(isinstance(extent, int) and extent >= 0 for shape in shapes for extent in shape):
+        if not all(is_fixed(extent) for shape in shapes for extent in shape):
             raise EngineError(f"{self._path}: an input {PAST}* has no fixed shape; {_AGAIN}")
         if 4 * sum(map(math.prod, shapes)) > _MAX_STATE_BYTES:
             raise EngineError(f"{self._path}: its state takes more than {_MAX_STATE_BYTES // 2**20} MiB; {_AGAIN}")
@@ -227,7 +248,7 @@ def decoder_inputs(spec: DecoderSpec) -> dict[str, tuple[int | None, ...]]:
 
 def _check_inputs(path: Path, given: Mapping[str, Sequence[Any]], spec: DecoderSpec) -> None:
     """Raise an EngineError when a graph has other inputs than its config asks for, before memory is taken for them."""
-    expected = decoder_inputs(spec)
+    expected: dict[str, Sequence[int | None] | None] = {**decoder_inputs(spec)}
     if "rotary_positions" in given:  # a model that sees has these two
         expected["rotary_positions"] = (None, None, 3)
     if "deepstack_embeds" in given:
@@ -238,18 +259,7 @@ def _check_inputs(path: Path, given: Mapping[str, Sequence[Any]], spec: DecoderS
                 f"{path}: the input deepstack_embeds has shape {extents}, its last extent must be hidden_size {width} "
                 f"times the number of layers behind which it is added; build the engine folder again with cpspec-build"
             )
-    for name in sorted(given.keys() | expected.keys()):
-        wanted, found = expected.get(name), list(given[name]) if name in given else None
-        if wanted is None or found is None or len(wanted) != len(found):
-            raise EngineError(
-                f"{path} has not the inputs that config.json asks for: {name} is {found or 'missing'}, not "
-                f"{list(wanted) if wanted else 'known'}; build the engine folder again with cpspec-build"
-            )
-        if any(isinstance(b, int) and a is not None and a != b for a, b in zip(wanted, found, strict=True)):
-            raise EngineError(
-                f"{path}: the input {name} has shape {found}, config.json asks for {list(wanted)}; build the engine "
-                f"folder again with cpspec-build"
-            )
+    check_shapes(path, given, expected)
 
 
 def bucket_for(slots: int, capacity: int) -> int:

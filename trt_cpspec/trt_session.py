@@ -10,7 +10,7 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from .session import (
     SCRATCH_SLOTS,
     Float32,
     PassExtras,
+    Shapes,
     bucket_for,
     check_extras,
+    check_shapes,
     present_name,
     rotary_of,
 )
@@ -49,7 +51,7 @@ ACCEPTED = "accept_hidden_states"
 ROTARY, DEEPSTACK = "rotary_positions", "deepstack_embeds"
 """Inputs ``[B, T, 3]`` and ``[B, T, D * H]`` that plans of a model that sees have."""
 
-CODEC_TENSORS = ("codes", "waveform")
+CODEC_TENSORS: Shapes = {"codes": None, "waveform": None}
 """What the codec's plan binds."""
 
 _STATE_BYTES, _STATE_ALIGNMENT = 4, 256
@@ -446,14 +448,15 @@ class TensorRTGraphSession:
     ----------
     plan : Plan
     device : Device
-    names : sequence of str
+    tensors : Shapes
         Its inputs and outputs.
     """
 
-    def __init__(self, plan: Plan, device: Device, names: Sequence[str] = CODEC_TENSORS) -> None:
+    def __init__(self, plan: Plan, device: Device, tensors: Shapes = CODEC_TENSORS) -> None:
         past = [name for name in plan.names if name.startswith(PAST)] if "codes" in plan.names else []
         carried = {"position", *past, *map(present_name, past)} if past else set()
-        plan.check_names({*names} | carried)
+        plan.check_names({*tensors} | carried)
+        check_shapes(plan.path, {name: plan.shape(name) for name in plan.names}, {**tensors, **dict.fromkeys(carried)})
         self._plan, self._device = plan, device
         device.require(_activation_bytes(plan), f"{plan.path}: its workspace")
         self._activations = device.empty((_activation_bytes(plan),), np.uint8)

@@ -25,7 +25,7 @@ from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_request
 from trt_cpspec.tensorfile import TensorFile
 
-THREADS = 4
+THREADS, LONGEST = 4, 4
 WORDS = ("the", "quick", "brown fox", "jumps", "over", "a lazy dog", "and rests", "in the warm", "light", "of evening")
 
 BAD: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def make_asks(
         given: dict[str, Any] = {
             "text": " ".join(draw.choices(WORDS, k=draw.randint(1, 15))) + ".",
             "seed": draw.randrange(2**64),
-            "max_audio_length": draw.randint(1, 6),
+            "max_audio_length": draw.randint(1, LONGEST),
             "speaker": speaker,
             "non_streaming_mode": draw.random() < 0.5,
             "talker_temperature": draw.choice([0.0, 0.7, 1.0]),
@@ -107,6 +107,23 @@ def speak_alone(model: Qwen3TTS, ask: Ask) -> Outcome:
         return str(error)
 
 
+def stream_alone(model: Qwen3TTS, ask: Ask) -> Outcome:
+    """Stream one request, and return what :func:`speak_alone` does."""
+    try:
+        stream = model.synthesize_stream(
+            ask.text,
+            chunk_frames=2,
+            verify_size=ask.verify_size,
+            mode=ask.mode,
+            **ask.options,  # type: ignore[arg-type]
+        )
+        samples = sum(map(len, stream))
+        assert samples == len(stream.result.waveform)
+        return stream.result.codes
+    except CpSpecError as error:
+        return str(error)
+
+
 def speak_together(model: Qwen3TTS, asks: Sequence[Ask]) -> list[Outcome]:
     """Speak requests of one window as a batch, the bad ones among them; each has its own codes or its own error."""
     outcomes: list[Outcome | None] = [None] * len(asks)
@@ -127,7 +144,7 @@ def speak_together(model: Qwen3TTS, asks: Sequence[Ask]) -> list[Outcome]:
 def jobs_of(
     model: Qwen3TTS, asks: Sequence[Ask], seed: int = 1, *, largest: int = 4
 ) -> list[tuple[list[int], Callable[[], list[Outcome]]]]:
-    """Deal requests out to calls: one at a time, or batches of up to ``largest`` that have a window in common."""
+    """Deal requests out to calls: one, every other time as a stream, or up to ``largest`` of a window as a batch."""
     draw = random.Random(seed)
     waiting = list(range(len(asks)))
     jobs: list[tuple[list[int], Callable[[], list[Outcome]]]] = []
@@ -139,7 +156,8 @@ def jobs_of(
         waiting = [i for i in waiting if i not in others]
         places = [first, *others]
         if len(places) == 1:
-            jobs.append((places, lambda ask=asks[first]: [speak_alone(model, ask)]))  # type: ignore[misc]
+            speak = (speak_alone, stream_alone)[first % 2]
+            jobs.append((places, lambda ask=asks[first], speak=speak: [speak(model, ask)]))  # type: ignore[misc]
         else:
             chosen = [asks[i] for i in places]
             jobs.append((places, lambda chosen=chosen: speak_together(model, chosen)))  # type: ignore[misc]
