@@ -217,7 +217,7 @@ def test_tokens_beyond_the_embedding(variants: dict[str, Any], tmp_path: Path) -
         model.synthesize("Hello.", max_audio_length=1)
 
 
-@tried(40)
+@tried(30)
 @given(data=st.data())
 def test_an_engine_with_a_hostile_config(data: st.DataObject, spoilt: Path, spoilt_omni: Path) -> None:
     """What is loaded all the same speaks, or fails as an engine may."""

@@ -25,7 +25,7 @@ from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_request
 from trt_cpspec.tensorfile import TensorFile
 
-THREADS, LONGEST = 4, 4
+THREADS, LONGEST = 4, 3
 WORDS = ("the", "quick", "brown fox", "jumps", "over", "a lazy dog", "and rests", "in the warm", "light", "of evening")
 
 BAD: dict[str, dict[str, Any]] = {
