@@ -9,6 +9,7 @@ their codes, so the first codes carry most.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,11 @@ def train(work: Path, *, schedule: float, limit: float, batch: int, frames: int,
     save_state(work, "codec", model, optimizer, facts)
 
 
+def complete(work: Path) -> bool:
+    """Whether the codec's schedule is over."""
+    return bool(json.loads((work / "codec.json").read_text(encoding="utf-8"))["complete"])
+
+
 def load_codec(work: Path, device: torch.device) -> Codec:
     """Return the trained codec."""
     model = Codec(work)
@@ -152,6 +158,7 @@ def load_codec(work: Path, device: torch.device) -> Codec:
 def encode(work: Path, batch: int) -> None:
     """Write ``codes.npy``, ``[frames, G] uint8``: the codes of all texts, one behind the other."""
     device = pick_device()
+    torch.backends.cudnn.benchmark = False  # every batch has a length of its own
     model = load_codec(work, device)
     speech = torch.from_numpy(np.load(work / "speech.npy")).to(device)
     frames = np.load(work / "frames.npy")
@@ -178,8 +185,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
     parser.add_argument("--schedule", type=float, required=True, help="seconds of the whole stage, over all calls")
     parser.add_argument("--timeLimit", dest="limit", type=float, help="seconds of this call; default: the schedule")
-    parser.add_argument("--batch", type=int, default=48, help="pieces a step")
-    parser.add_argument("--frames", type=int, default=24, help="frames a piece")
+    parser.add_argument("--batch", type=int, default=32, help="pieces a step")
+    parser.add_argument("--frames", type=int, default=20, help="frames a piece")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -187,7 +194,8 @@ def main() -> None:
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch=args.batch, frames=args.frames,
         peak=args.lr, seed=args.seed,
     )  # fmt: skip
-    encode(args.work, batch=256)
+    if complete(args.work):
+        encode(args.work, batch=256)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ Now say this. Say this one. Say more. Speak up, please. Please speak slowly. Can
 Hello there, how are you today? I am a small voice. I was trained on synthetic speech. I am a computer.
 This voice is very small. This is a demo of a small voice. The codes are identical. Please wait. Please try again.
 Something went wrong. That is right. That is wrong. I do not know. I do not understand. Are you ready? I am ready.
-Let us begin. Let us go. Stop. Go. Yes. No. Maybe. Of course. Sure. All right. Not yet. Come in. Come here. Look at this.
-The quick brown fox jumps over the lazy dog. To be or not to be, that is the question. Once upon a time.
+Let us begin. Let us go. Stop. Go. Yes. No. Maybe. Of course. Sure. All right. Not yet. Come in. Come here.
+Look at this. The quick brown fox jumps over the lazy dog. To be or not to be, that is the question. Once upon a time.
 She sells sea shells by the sea shore. A short sentence. Another sentence. This is another sentence. One more time.
 Once more, please. Read this aloud. Read this text, please. Speak this sentence. I speak one sentence at a time.
 Your assistant is ready. I am your assistant. The user asked a question. What can I do for you? How can I help you?
@@ -132,12 +132,14 @@ _PEOPLE = (
 _PATTERNS = (
     "Hello {name}.", "Hello {name}, how are you?", "Good morning, {name}.", "Thank you, {name}.", "My name is {name}.",
     "Goodbye, {name}.", "{name} lives in {place}.", "{name} is from {place}.", "I live in {place}.",
-    "The train to {place} leaves at {hour}.", "The flight from {place} arrives at {hour}.", "{name} and {name2} are here.",
+    "The train to {place} leaves at {hour}.", "The flight from {place} arrives at {hour}.",
+    "{name} and {name2} are here.",
     "It is {hour} o'clock.", "It is {clock}.", "The meeting is at {clock}.", "We meet on {day} at {hour}.",
     "I will see you on {day}.", "The shop is closed on {day}.", "Today is {day}.", "Today is {day}, {month} {date}.",
     "His birthday is in {month}.", "The year was {year}.", "She was born in {year}.", "That costs {number} dollars.",
     "The answer is {number}.", "I have {number} of them.", "There are {number} people in the room.",
-    "It is {number} degrees outside.", "Please wait {number} minutes.", "My number is {digits}.", "Room number {number}.",
+    "It is {number} degrees outside.", "Please wait {number} minutes.", "My number is {digits}.",
+    "Room number {number}.",
     "{number} plus {number2} is a sum.", "He is {number} years old.", "About {number} percent of them agreed.",
     "The {quality} {thing}.", "This is a {quality} {thing}.", "Where is the {quality} {thing}?",
     "I like the {quality} {thing}.", "The {thing} is {quality}.", "Is the {thing} {quality} or {quality2}?",

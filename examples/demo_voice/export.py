@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import corpus as texts
 import numpy as np
 import torch
 from codec import Codec
@@ -27,7 +28,6 @@ from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.synthetic import write_checkpoint
 from trt_cpspec.builder.tts import TtsBuild
 
-import corpus as texts
 from trt_cpspec import Qwen3TTS
 
 MOST_BYTES = 12_000_000
@@ -84,7 +84,9 @@ def check_names(work: Path, folder: Path) -> None:
 def rounded(model: torch.nn.Module, path: Path, prefix: str) -> torch.nn.Module:
     """Load a model with the FP16 weights of the checkpoint."""
     tensors = load_file(path / "model.safetensors")
-    model.load_state_dict({name[len(prefix) :]: value.float() for name, value in tensors.items() if name.startswith(prefix)})
+    model.load_state_dict(
+        {name[len(prefix) :]: value.float() for name, value in tensors.items() if name.startswith(prefix)}
+    )
     return model.eval()
 
 
@@ -130,7 +132,7 @@ def engine_states(engine: Qwen3TTS, work: Path, index: int) -> dict[str, Any]:
 
 
 def _note(worst: dict[str, float], name: str, ours: Tensor, theirs: np.ndarray) -> None:
-    worst[name] = max(worst[name], float(np.abs(ours.numpy() - theirs).max()))
+    worst[name] = float(np.maximum(worst[name], np.abs(ours.numpy() - theirs).max()))  # keeps a NaN
 
 
 def main() -> None:
@@ -149,7 +151,7 @@ def main() -> None:
         worst = compare(args.work, args.output, engines)
     print(json.dumps(worst))
     bounds = {"talker_hidden": HIDDEN_TOLERANCE, "predictor_hidden": HIDDEN_TOLERANCE, "waveform": WAVE_TOLERANCE}
-    if any(worst[name] > bounds[name] for name in bounds):
+    if not all(worst[name] <= bounds[name] for name in bounds):
         raise SystemExit(f"torch and the engines differ by more than {bounds}")
 
 

@@ -162,7 +162,7 @@ class CodePredictor(nn.Module):
         return self.model.run(rows)[0][:, 1:]
 
     def rows(self, talker_hidden: Tensor, first: Tensor, codes: Tensor) -> Tensor:
-        """Return the inputs ``[n, G, Ht]`` of frames: the Talker's state, embedded code 0 ``first``, codes 1 to G - 2."""
+        """Return the inputs ``[n, G, Ht]`` of frames: Talker state, embedded code 0 ``first``, codes 1 to G - 2."""
         embedded = [table(codes[:, depth + 1]) for depth, table in enumerate(list(self.model.codec_embedding)[:-1])]
         return torch.stack([talker_hidden, first, *embedded], 1)
 
@@ -421,7 +421,7 @@ class Quantizer(nn.Module):
         self.rvq_rest = _Residual(config["num_quantizers"] - 1, size, width)
 
     def quantize(self, latents: Tensor, kept: Tensor | None = None) -> Quantized:
-        """Quantize ``[n, codebook_dim]``; while training the codebooks learn, and row i keeps ``kept[i]`` of G codes."""
+        """Quantize ``[n, codebook_dim]``; in training the codebooks learn, and row i keeps ``kept[i]`` of G codes."""
         inward = self.rvq_first.inward(latents)
         codes, vectors, first_loss = self._search(inward, self.rvq_first.books(), None)
         first = self.rvq_first.outward(inward + (vectors - inward).detach())

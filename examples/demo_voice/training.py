@@ -63,7 +63,9 @@ class Log:
 
     def add(self, **values: Any) -> None:
         """Append a line and print it."""
-        line = json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in values.items()})
+        line = json.dumps(
+            {key: round(value, 5) if isinstance(value, float) else value for key, value in values.items()}
+        )
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)
@@ -76,7 +78,9 @@ def pick_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def save_state(work: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+def save_state(
+    work: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+) -> None:
     """Save weights in FP32 as ``NAME-I.safetensors`` and facts in ``NAME.json``; moments beside them, for this machine.
 
     The moments may be lost: a call that finds none warms up anew.
