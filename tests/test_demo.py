@@ -17,6 +17,7 @@ import soundfile
 from click.testing import CliRunner
 from trt_cpspec.builder import demo as demo_module
 from trt_cpspec.builder.cli import main
+from trt_cpspec.builder.synthetic import SyntheticSpec, write_checkpoint
 
 ROOT = Path(__file__).parents[1]
 CPSPEC = Path(sys.executable).with_name("cpspec")
@@ -140,12 +141,36 @@ def test_what_a_demo_refuses(
 
 
 def test_codes_that_differ_are_a_bug(report: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def codes_of(_model: object, _text: str, _seed: int, verify_size: int) -> SimpleNamespace:
+    def codes_of(_model: object, _text: str, _seed: int, verify_size: int, _frames: int) -> SimpleNamespace:
         return SimpleNamespace(codes=np.full((1, 16), verify_size))
 
     monkeypatch.setattr(demo_module, "_speak", codes_of)
     result = CliRunner().invoke(main, ["demo", "--outputDir", str(folder / "demo_out")])
     assert isinstance(result.exception, AssertionError)
+
+
+def test_a_checkpoint_that_is_given_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, output = tmp_path / "mine", tmp_path / "out"
+    write_checkpoint(checkpoint, SyntheticSpec.tiny(agreement=0.9))
+    args = ["demo", "--outputDir", str(output), "--text", "Hi."]
+    given = CliRunner().invoke(main, [*args, "--checkpointDir", str(checkpoint)])
+    assert given.exit_code == 0, given.output
+    assert f'spoke "Hi." with the checkpoint {checkpoint}, seed 7' in given.output
+    (frames, _), _ = numbers(given.output).values()
+    assert frames <= 38 + 2 * len("Hi.")
+    assert "--speaker serena" in given.output
+    assert not (output / "checkpoint").exists()
+    # The voice of the package is taken where nothing is given.
+    monkeypatch.setattr(demo_module, "VOICE", checkpoint)
+    installed = CliRunner().invoke(main, args)
+    assert installed.output == given.output
+
+
+def test_a_checkpoint_that_is_none_is_refused(tmp_path: Path) -> None:
+    args = ["demo", "--outputDir", str(tmp_path / "out"), "--checkpointDir", str(tmp_path / "nothing")]
+    result = CliRunner().invoke(main, args)
+    assert (result.exit_code, "does not exist" in result.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 # ---- make demo ------------------------------------------------------------------------------------------------------

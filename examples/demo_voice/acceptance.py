@@ -91,7 +91,7 @@ def held_out(model: Qwen3TTS, work: Path, frames: int) -> HeldOut:
 
 
 def interval(owner: NDArray[np.int64], figure: Callable[[NDArray[np.float64]], F64], seed: int = 1) -> tuple[F64, F64]:
-    """Return the 95 % interval of a figure, by a bootstrap over utterances.
+    """Return the 95 % interval of a figure, by a bootstrap over utterances; NaN where no sample has the figure.
 
     Parameters
     ----------
@@ -105,8 +105,11 @@ def interval(owner: NDArray[np.int64], figure: Callable[[NDArray[np.float64]], F
     names, places = np.unique(owner, return_inverse=True)
     drawn = random.multinomial(len(names), np.full(len(names), 1 / len(names)), RESAMPLES)
     found = np.array([figure(weights[places].astype(float)) for weights in drawn])
-    with np.errstate(invalid="ignore"):
-        low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    flat = found.reshape(RESAMPLES, -1)
+    bounds = np.full((2, flat.shape[1]), np.nan)
+    known = np.isfinite(flat).any(axis=0)
+    bounds[:, known] = np.nanpercentile(flat[:, known], [2.5, 97.5], axis=0)
+    low, high = bounds.reshape(2, *found.shape[1:])
     return low, high
 
 

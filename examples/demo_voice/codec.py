@@ -23,6 +23,8 @@ from training import Clock, Log, learning_rate, load_state, load_weights, pick_d
 UNQUANTIZED = 0.1
 """Share of the schedule without quantization."""
 
+KMEANS_LATENTS = 16384
+
 
 class Codec(nn.Module):
     """Encoder and decoder."""
@@ -103,7 +105,9 @@ def train(work: Path, *, schedule: float, limit: float, batch: int, frames: int,
     device = pick_device()
     torch.manual_seed(seed)
     model, distance = Codec(work).to(device).train(), SpectralLoss().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), peak, betas=(0.8, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), peak, betas=(0.8, 0.99), weight_decay=0.0, fused=device.type == "cuda"
+    )
     facts = load_state(work, "codec", model, optimizer)
     torch.manual_seed(seed + facts["steps"])
     speech = torch.from_numpy(np.load(work / "speech.npy")).to(device)
@@ -112,7 +116,8 @@ def train(work: Path, *, schedule: float, limit: float, batch: int, frames: int,
     while not clock.over:
         if not quantized and clock.progress >= UNQUANTIZED:
             with torch.no_grad():
-                latents = [model.encoder(pieces_of(speech, batch, frames)).flatten(0, 1) for _ in range(16)]
+                count = -(-KMEANS_LATENTS // (64 * frames))
+                latents = [model.encoder(pieces_of(speech, 64, frames)).flatten(0, 1) for _ in range(count)]
             start_codebooks(model.decoder.quantizer, torch.cat(latents))
             quantized = True
         rate = learning_rate(peak, steps - begun, clock.progress)
@@ -131,7 +136,8 @@ def train(work: Path, *, schedule: float, limit: float, batch: int, frames: int,
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        optimizer.step()
+        if norm.isfinite():
+            optimizer.step()
         if steps % 50 == 0:
             log.add(
                 stage="codec", step=steps, seconds=clock.spent, lr=rate, spectral=spectral.item(), bands=bands.item(),
@@ -187,7 +193,7 @@ def main() -> None:
     parser.add_argument("--timeLimit", dest="limit", type=float, help="seconds of this call; default: the schedule")
     parser.add_argument("--batch", type=int, default=32, help="pieces a step")
     parser.add_argument("--frames", type=int, default=20, help="frames a piece")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(

@@ -243,7 +243,7 @@ def gather(wordnet: Path, count: int, seed: int) -> list[str]:
     test = {_bare(text) for text in TEST_SENTENCES}
     examples = [text for text in wordnet_sentences(wordnet) if usable(text) and len(text) >= 12]
     random_.shuffle(examples)
-    patterns = pattern_sentences(random_, count // 3)
+    patterns = filter(usable, pattern_sentences(random_, count // 3))
     chosen = dict.fromkeys(text for text in itertools.chain(common, patterns, examples) if _bare(text) not in test)
     texts = list(itertools.islice(chosen, count))
     random_.shuffle(texts)

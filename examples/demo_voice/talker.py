@@ -260,7 +260,7 @@ def train(
         model.code_predictor.model.codec_embedding.requires_grad_(False)
     trained = model.code_predictor if look_ahead else model
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, peak, betas=(0.9, 0.98), weight_decay=0.02)
+    optimizer = torch.optim.AdamW(learning, peak, betas=(0.9, 0.98), weight_decay=0.02, fused=device.type == "cuda")
     facts = load_state(work, name, trained, optimizer)
     torch.manual_seed(seed + facts["steps"])
     random = np.random.default_rng(seed + facts["steps"])
@@ -285,7 +285,8 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(learning, 1.0)
-        optimizer.step()
+        if norm.isfinite():
+            optimizer.step()
         if steps % 100 == 0:
             values = {
                 "stage": name, "step": steps, "seconds": clock.spent, "lr": rate, "first": losses.first.item(),

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--lookAhead", dest="look_ahead", type=float, default=30, help="seconds; 0 leaves it out")
     parser.add_argument("--codecBatch", dest="codec_batch", type=int, default=32)
     parser.add_argument("--codecFrames", dest="codec_frames", type=int, default=20)
-    parser.add_argument("--codecRate", dest="codec_lr", type=float, default=1e-3)
+    parser.add_argument("--codecRate", dest="codec_lr", type=float, default=8e-4)
     parser.add_argument("--rows", type=int, default=24576, help="rows of a Talker step")
     parser.add_argument("--talkerRate", dest="talker_lr", type=float, default=1.5e-3)
     parser.add_argument("--dropout", type=float, default=0.05)
