@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from layers import Decoder, Encoder, Mel, Quantizer, magnitudes, read_codec_config
+from layers import QUIET, Decoder, Encoder, Mel, Quantizer, magnitudes, read_codec_config
 from speech import FRAME
 from torch import Tensor, nn
 from training import Clock, Log, learning_rate, load_state, load_weights, pick_device, save_state
@@ -59,7 +59,7 @@ class SpectralLoss(nn.Module):
         for size in self.sizes:
             window = getattr(self, f"window_{size}")
             ours, theirs = (magnitudes(wave, size, size // 4, window) for wave in (made, wanted))
-            spectral = spectral + F.l1_loss((ours + 1e-3).log(), (theirs + 1e-3).log())
+            spectral = spectral + F.l1_loss((ours + QUIET).log(), (theirs + QUIET).log())
             spectral = spectral + (ours - theirs).norm() / theirs.norm().clamp(min=1e-3)
         bands = made.new_zeros(())
         for mel in self.mels:

@@ -516,8 +516,12 @@ class Encoder(nn.Module):
 
     def forward(self, wave: Tensor) -> Tensor:
         """Return latents ``[B, T, codebook_dim]`` of waveforms ``[B, T * 1920]``."""
-        value = self.enter((self.mel(wave) + 4) / 4)
+        value = self.enter((self.mel(wave) + 2) / 2)
         return self.leave(self.stages(value).transpose(1, 2))
+
+
+QUIET = 0.01
+"""Added to a magnitude before its logarithm: about that of noise 66 dB below full scale. Below it nothing is learnt."""
 
 
 class Mel(nn.Module):
@@ -538,7 +542,7 @@ class Mel(nn.Module):
     def forward(self, wave: Tensor) -> Tensor:
         side = (self.size - self.hop) // 2
         spectrum = magnitudes(F.pad(wave, (side, self.size - self.hop - side)), self.size, self.hop, self.window)
-        return (spectrum.transpose(1, 2) @ self.weights).clamp(min=1e-4).log().transpose(1, 2)
+        return (spectrum.transpose(1, 2) @ self.weights + QUIET).log().transpose(1, 2)
 
 
 def magnitudes(wave: Tensor, size: int, hop: int, window: Tensor) -> Tensor:

@@ -72,7 +72,11 @@ def voices(model: Qwen3TTS, work: Path, texts: Sequence[str], options: dict[str,
     parts = [
         np.array(codes[end - size : end], np.int32) for end, size in zip(ends, lengths[-len(texts) :], strict=True)
     ]
-    spoken = [model.synthesize(text, seed=number, **options) for number, text in enumerate(texts, 1)]
+    spoken = [
+        # Ample, so that a voice that does not find its end cannot talk for minutes.
+        model.synthesize(text, seed=number, max_audio_length=38 + 2 * len(text), **options)
+        for number, text in enumerate(texts, 1)
+    ]
     return {
         "espeak-ng": original,
         "codec": [model.codec.decode(part) for part in parts],
