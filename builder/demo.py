@@ -21,7 +21,7 @@ from .synthetic import SyntheticSpec, write_checkpoint
 from .tts import TtsBuild
 
 VOICE = Path(__file__).with_name("voice")
-"""The trained checkpoint that is installed with the package, where there is one."""
+"""The trained checkpoint that is installed with the package."""
 
 RANDOM_FRAMES = 60
 """Frames of speech with random weights: noise does not end where a text does."""
@@ -29,7 +29,9 @@ RANDOM_FRAMES = 60
 _MARKER = "cpspec_demo.txt"
 
 
-def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int, checkpoint: Path | None = None) -> str:
+def run_demo(
+    output_dir: Path, *, text: str, seed: int, verify_size: int, checkpoint: Path = VOICE, random_weights: bool = False
+) -> str:
     """Build and speak; return the report.
 
     Parameters
@@ -40,8 +42,10 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int, checkp
     seed : int
     verify_size : int
         Compared with none.
-    checkpoint : Path or None
-        What to speak with. None is the voice of the package, or where it has none a checkpoint of random weights.
+    checkpoint : Path
+        What to speak with.
+    random_weights : bool
+        Speak with random weights instead: a checkpoint of them is generated.
 
     Raises
     ------
@@ -51,10 +55,8 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int, checkp
     """
     check_text(text)
     check_folder(output_dir)
-    if checkpoint is None and VOICE.is_dir():
-        checkpoint = VOICE
-    trained, engines = checkpoint is not None, output_dir / "engines"
-    if checkpoint is None:
+    engines = output_dir / "engines"
+    if random_weights:
         checkpoint = output_dir / "checkpoint"
         _provide_checkpoint(checkpoint)
     with TtsBuild(checkpoint, engines, BuildOptions()) as build:
@@ -63,12 +65,15 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int, checkp
                 write(partial(update, 1))
         build.commit()
     model = Qwen3TTS.from_engine_dir(engines)
-    frames = _most_frames(text) if trained else RANDOM_FRAMES
+    frames = RANDOM_FRAMES if random_weights else _most_frames(text)
     speeches = {n: _speak(model, text, seed, n, frames) for n in (0, verify_size)}
     plain, speculative = speeches[0], speeches[verify_size]
     if not np.array_equal(plain.codes, speculative.codes):
         raise AssertionError("coupled speculation gave other codes than plain decoding: a bug, please report it")
-    voice = f"the checkpoint {checkpoint}" if trained else "random weights (the sound is noise)"
+    if random_weights:
+        voice = "random weights (the sound is noise)"
+    else:
+        voice = "the voice of the package" if checkpoint == VOICE else f"the checkpoint {checkpoint}"
     lines = [f'spoke "{text}" with {voice}, seed {seed}, coupled mode']
     for size, speech in speeches.items():
         path = output_dir / f"demo_n{size}.wav"
@@ -77,7 +82,7 @@ def run_demo(output_dir: Path, *, text: str, seed: int, verify_size: int, checkp
     lines.append(f"codes identical: yes, all {plain.codes.size}")
     rates = speculative.stats.as_dict()["acceptance_by_offset"]
     lines.append("acceptance by draft offset: " + ", ".join(f"{i + 1}: {_percent(r)}" for i, r in enumerate(rates)))
-    lines += [f"warning: {warning}" for warning in plain.warnings if trained]
+    lines += [f"warning: {warning}" for warning in plain.warnings if not random_weights]
     return "\n".join([*lines, "", *_next_steps(output_dir, engines, plain.speaker, seed, verify_size)])
 
 

@@ -21,7 +21,7 @@ from codec import Codec
 from forced import forced_states
 from layers import Talker, read_config
 from safetensors.torch import load_file, save_file
-from talker import Corpus, Layout
+from talker import Corpus, Layout, input_rows, spoken_weights
 from torch import Tensor
 from training import load_weights
 from trt_cpspec.builder.build import BuildOptions
@@ -36,7 +36,7 @@ HIDDEN_TOLERANCE, WAVE_TOLERANCE = 2e-4, 2e-4
 
 def export(work: Path, folder: Path, *, look_ahead: bool) -> None:
     """Write the checkpoint; its tensors must be those of the format, by name and shape."""
-    weights = {f"talker.{name}": value for name, value in load_weights(work, "talker").items()}
+    weights = {f"talker.{name}": value for name, value in spoken_weights(work).items()}
     if look_ahead:
         weights |= {f"talker.code_predictor.{name}": value for name, value in load_weights(work, "look_ahead").items()}
     table = weights["talker.model.text_embedding.weight"]
@@ -103,9 +103,7 @@ def compare(work: Path, folder: Path, engines: Path, count: int = 4) -> dict[str
         length = int(corpus.rows[index])
         batch = corpus.batch(np.array([index]), language=True, length=length)
         codes = corpus.codes[batch.frame.clamp(min=0)].long()
-        special = talker.model.codec_embedding(batch.codec.clamp(min=0)) * (batch.codec >= 0)[..., None]
-        rows = talker.embed_text(batch.text) + talker.embed_frames(codes) * (batch.frame >= 0)[..., None] + special
-        hidden = talker.model.run(rows)[0][0]
+        hidden = talker.model.run(input_rows(talker, batch, codes))[0][0]
         found = engine_states(engine, work, index)
         kept = int(corpus.letters[index]) + len(corpus.layout.prefixes[1].text) + 1
         states = hidden[kept : kept + len(found["talker"])]

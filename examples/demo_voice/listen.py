@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from acceptance import interval, open_checkpoint
@@ -62,26 +62,38 @@ class Recogniser:
         return found.hypstr if found else ""
 
 
-def voices(model: Qwen3TTS, work: Path, texts: Sequence[str], options: dict[str, Any]) -> dict[str, list[Wave]]:
-    """Return the waveforms of the test sentences: espeak-ng's, the codec's, and the voice's."""
-    espeak = Espeak()
-    original = [espeak.say(text).samples.astype(np.float32) / 32768 for text in texts]
-    lengths = np.load(work / "frames.npy")
-    codes = np.load(work / "codes.npy", mmap_mode="r")
-    ends = np.cumsum(lengths)[-len(texts) :]
-    parts = [
-        np.array(codes[end - size : end], np.int32) for end, size in zip(ends, lengths[-len(texts) :], strict=True)
-    ]
-    spoken = [
+class Text(NamedTuple):
+    """A held-out text, and its place among all texts."""
+
+    place: int
+    said: str
+
+
+def held_out_texts(work: Path, part: str, count: int) -> list[Text]:
+    """Return the first texts of ``dev`` or ``test`` that have no digits: a recogniser writes numbers as words."""
+    sets: dict[str, list[str]] = json.loads((work / "corpus.json").read_text(encoding="utf-8"))
+    first = len(sets["train"]) + (len(sets["dev"]) if part == "test" else 0)
+    texts = [Text(first + number, text) for number, text in enumerate(sets[part])]
+    return [text for text in texts if not re.search(r"\d", text.said)][:count]
+
+
+def synthesized(model: Qwen3TTS, texts: Sequence[Text], options: dict[str, Any]) -> list[Wave]:
+    """Return what the voice says."""
+    return [
         # Ample, so that a voice that does not find its end cannot talk for minutes.
-        model.synthesize(text, seed=number, max_audio_length=38 + 2 * len(text), **options)
+        model.synthesize(text.said, seed=number, max_audio_length=38 + 2 * len(text.said), **options).waveform
         for number, text in enumerate(texts, 1)
     ]
-    return {
-        "espeak-ng": original,
-        "codec": [model.codec.decode(part) for part in parts],
-        "voice": [speech.waveform for speech in spoken],
-    }
+
+
+def reconstructed(model: Qwen3TTS, work: Path, texts: Sequence[Text]) -> list[Wave]:
+    """Return what the codec makes of espeak-ng's own speech."""
+    lengths, codes = np.load(work / "frames.npy"), np.load(work / "codes.npy", mmap_mode="r")
+    ends = np.cumsum(lengths)
+    return [
+        model.codec.decode(np.array(codes[ends[text.place] - lengths[text.place] : ends[text.place]], np.int32))
+        for text in texts
+    ]
 
 
 def score(recogniser: Recogniser, texts: Sequence[str], waves: Sequence[Wave]) -> dict[str, Any]:
@@ -116,31 +128,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages: texts, frames and codes")
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="receives listen.json, spectrograms and some wavs")
-    parser.add_argument(
-        "--temperature", type=float, help="of the Talker and the CodePredictor; default: the voice's own"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="receives PART.json, PART.png and some wavs")
+    parser.add_argument("--part", choices=("test", "dev"), default="test", help="dev is for choosing, test for telling")
+    parser.add_argument("--count", type=int, default=50, help="sentences")
+    parser.add_argument("--temperatures", type=float, nargs="+", help="of the Talker; default: the voice's own")
+    parser.add_argument("--subtalkerTemperatures", dest="subtalker_temperatures", type=float, nargs="+")
     parser.add_argument("--wavs", type=int, default=5, help="sentences that are written as wavs")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    texts = json.loads((args.work / "corpus.json").read_text(encoding="utf-8"))["test"]
-    options = {}
-    if args.temperature is not None:
-        options = {"talker_temperature": args.temperature, "subtalker_temperature": args.temperature}
+    texts = held_out_texts(args.work, args.part, args.count)
+    recogniser, espeak = Recogniser(), Espeak()
+    result: dict[str, Any] = {"sentences": [text.said for text in texts]}
+
+    def listen(name: str, waves: list[Wave]) -> list[Wave]:
+        result[name] = score(recogniser, [text.said for text in texts], waves)
+        rate, (low, high) = result[name]["word_error_rate"], result[name]["interval"]
+        print(f"{name}: word error rate {100 * rate:.1f} % ({100 * low:.0f} to {100 * high:.0f})", flush=True)
+        return waves
+
+    original = [espeak.say(text.said).samples.astype(np.float32) / 32768 for text in texts]
+    spoken = {"espeak-ng": listen("espeak-ng", original)}
     with TemporaryDirectory() as temporary:
         model = open_checkpoint(args.checkpoint, Path(temporary) / "engines")
-        spoken = voices(model, args.work, texts, options)
-    recogniser = Recogniser()
-    result: dict[str, Any] = {"sentences": texts}
-    for name, waves in spoken.items():
-        result[name] = score(recogniser, texts, waves)
-        rate, (low, high) = result[name]["word_error_rate"], result[name]["interval"]
-        print(f"{name}: word error rate {100 * rate:.1f} % ({100 * low:.0f} to {100 * high:.0f})")
-    (args.output / "listen.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (args.output / "spectrograms.png").write_bytes(stacked([waves[0] for waves in spoken.values()]))
+        spoken["codec"] = listen("codec", reconstructed(model, args.work, texts))
+        for talker in args.temperatures or [None]:
+            for subtalker in args.subtalker_temperatures or [None]:
+                given = {"talker_temperature": talker, "subtalker_temperature": subtalker}
+                options = {name: value for name, value in given.items() if value is not None}
+                name = ", ".join(["voice", *(f"{name} {value}" for name, value in options.items())])
+                spoken[name] = listen(name, synthesized(model, texts, options))
+    (args.output / f"{args.part}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (args.output / f"{args.part}.png").write_bytes(stacked([waves[0] for waves in spoken.values()]))
     for number in range(min(args.wavs, len(texts))):
         for name, waves in spoken.items():
-            write_wav(args.output / f"{number:02d}_{name}.wav", waves[number], RATE)
+            write_wav(args.output / f"{args.part}_{number:02d}_{name}.wav", waves[number], RATE)
     print(f"{FRAME / RATE:.2f} s a frame; {len(texts)} sentences")
 
 

@@ -76,6 +76,13 @@ class Espeak:
         self._library.espeak_SetParameter(_SPEED_PARAMETER, SPEED, 0)
         self._library.espeak_SetParameter(_PITCH_PARAMETER, PITCH, 0)
 
+    def _seed(self) -> None:
+        """Let every text begin with the same random numbers: since 1.52 espeak-ng takes them from the clock."""
+        if hasattr(self._library, "espeak_ng_SetRandSeed"):
+            self._library.espeak_ng_SetRandSeed(ctypes.c_long(1))
+        else:
+            ctypes.CDLL(None).srand(1)
+
     def _receive(self, samples: Any, count: int, events: Any) -> int:
         if samples and count:
             self._blocks.append(np.ctypeslib.as_array(samples, (count,)).copy())
@@ -89,6 +96,7 @@ class Espeak:
 
     def say(self, text: str) -> Spoken:
         """Speak a text; silence is cut to the same short one in front and behind, and the peak is the same for all."""
+        self._seed()
         self._blocks.clear()
         self._words.clear()
         encoded = text.encode() + b"\0"
@@ -145,13 +153,9 @@ def _library() -> tuple[str, bytes | None]:
         return path, None
 
 
-_ESPEAK: list[Espeak] = []
-
-
 def _say_all(texts: Sequence[str]) -> list[Spoken]:
-    if not _ESPEAK:
-        _ESPEAK.append(Espeak())
-    return [_ESPEAK[0].say(text) for text in texts]
+    espeak = Espeak()
+    return [espeak.say(text) for text in texts]
 
 
 def speak_corpus(work: Path, processes: int) -> float:
@@ -159,10 +163,14 @@ def speak_corpus(work: Path, processes: int) -> float:
     sets: dict[str, list[str]] = json.loads((work / "corpus.json").read_text(encoding="utf-8"))
     texts = [*sets["train"], *sets["dev"], *sets["test"]]
     parts = [texts[place : place + 100] for place in range(0, len(texts), 100)]
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    # What espeak-ng says depends a little on what it said before: a process a part makes it the same every time.
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
         spoken = [item for part in pool.imap(_say_all, parts) for item in part]
+    frames = np.array([len(item.places) for item in spoken], np.int32)
+    if (work / "codes.npy").is_file() and not np.array_equal(frames, np.load(work / "frames.npy")):
+        raise SystemExit(f"{work} holds codes of other speech than espeak-ng makes here: use another folder")
     np.save(work / "places.npy", np.concatenate([item.places for item in spoken]))
-    np.save(work / "frames.npy", np.array([len(item.places) for item in spoken], np.int32))
+    np.save(work / "frames.npy", frames)
     np.save(work / "speech.npy", np.concatenate([item.samples for item in spoken]))
     return sum(len(item.samples) for item in spoken) / RATE / 3600
 

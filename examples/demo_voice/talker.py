@@ -4,6 +4,9 @@ The loss is the reference's: cross-entropy of the first code, and 0.3 times that
 on its own position. Nothing trains a later head to look ahead. The Talker alone has a teacher beside that: two of its
 attention heads are asked to look at the letters that are being spoken, which espeak-ng's word events tell.
 
+``--rehearsal`` is a stage behind that: it goes on with the same losses, but half of what the Talker hears was drawn by
+the model itself, so that it finds its way from there.
+
 ``--lookAhead`` is another stage, for comparison only: it trains a copy of the CodePredictor with a loss that does train
 the later heads to look ahead, and saves that under its own name.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +29,13 @@ SUB_TALKER_WEIGHT = 0.3
 WATCHED_LAYER, WATCHED_HEADS, WATCH_WEIGHT = 1, 2, 0.2
 CORRUPTED = 0.06
 """Chance of a code that the Talker hears to be another one: what it samples later is not always right either."""
+REHEARSED = 0.5
+"""Share of the frames that the Talker hears with codes of its own drawing, in the stage for that."""
 MOST_ROWS = 208
 """Rows of the longest utterance that is trained on."""
 LOOK_AHEAD = 7
+
+Stage = Literal["talker", "rehearsal", "look_ahead"]
 
 
 class Prefix(NamedTuple):
@@ -165,16 +172,30 @@ class Losses(NamedTuple):
     right: Tensor
 
 
-def run(model: Talker, corpus: Corpus, batch: Batch, *, corrupted: float) -> tuple[Losses, Tensor, Tensor]:
-    """Return the losses of a batch, and of its frames the Talker's states ``[n, H]`` and codes ``[n, G]``."""
+def run(
+    model: Talker, corpus: Corpus, batch: Batch, *, corrupted: float, rehearsed: float = 0.0, share: float = 1.0
+) -> tuple[Losses, Tensor, Tensor]:
+    """Return the losses of a batch, and of its frames the Talker's states ``[n, H]`` and codes ``[n, G]``.
+
+    Parameters
+    ----------
+    model : Talker
+    corpus : Corpus
+    batch : Batch
+    corrupted : float
+        Chance of a code that the Talker hears to be any other.
+    rehearsed : float
+        Share of the frames that the Talker hears with codes of its own drawing, see :func:`rehearse`.
+    share : float
+        Share of the frames that the CodePredictor is trained on.
+    """
     codes = corpus.codes[batch.frame.clamp(min=0)].long()
+    if rehearsed:
+        codes = rehearse(model, corpus, batch, codes, rehearsed)
     if corrupted:
         others = torch.randint_like(codes, 256)
         codes = torch.where(torch.rand(codes.shape, device=codes.device) < corrupted, others, codes)
-    heard = model.embed_frames(codes) * (batch.frame >= 0)[..., None]
-    special = model.model.codec_embedding(batch.codec.clamp(min=0)) * (batch.codec >= 0)[..., None]
-    rows = model.embed_text(batch.text) + heard + special
-    hidden, shares = model.model.run(rows, WATCHED_LAYER, WATCHED_HEADS)
+    hidden, shares = model.model.run(input_rows(model, batch, codes), WATCHED_LAYER, WATCHED_HEADS)
     flat = batch.target.flatten()
     asked = torch.nonzero(flat != -1)[:, 0]
     states, wanted = hidden.flatten(0, 1)[asked], flat[asked]
@@ -184,10 +205,49 @@ def run(model: Talker, corpus: Corpus, batch: Batch, *, corrupted: float) -> tup
     logits = model.codec_head(states).float()
     first = F.cross_entropy(logits, first_wanted)
     right = (logits.argmax(-1) == first_wanted).float().mean()
+    if share < 1:
+        is_frame = is_frame[torch.rand(len(is_frame), device=flat.device) < share]
     states, own = states[is_frame], own[is_frame]
     depths = depth_losses(model, states, own)
     assert shares is not None
     return Losses(first, depths, _watch_loss(shares, batch.spans), right), states, own
+
+
+def input_rows(model: Talker, batch: Batch, codes: Tensor) -> Tensor:
+    """Return the Talker's inputs ``[B, T, H]``, with the codes ``[B, T, G]`` in the rows of frames."""
+    heard = model.embed_frames(codes) * (batch.frame >= 0)[..., None]
+    special = model.model.codec_embedding(batch.codec.clamp(min=0)) * (batch.codec >= 0)[..., None]
+    return model.embed_text(batch.text) + heard + special
+
+
+@torch.no_grad()
+def rehearse(model: Talker, corpus: Corpus, batch: Batch, codes: Tensor, share: float) -> Tensor:
+    """Return codes ``[B, T, G]`` of which a share of the frames is drawn from the model's own laws.
+
+    The laws are those along the real codes, at temperature 1, so one pass gives all of them. Half of the drawn frames
+    keep their first code. When it speaks, the Talker hears what it drew, which is never quite what it was trained on.
+    """
+    model.eval()
+    hidden, _ = model.model.run(input_rows(model, batch, codes))
+    inside = (batch.target[:, :-1] >= 0) & (batch.frame[:, 1:] >= 0)
+    inside &= torch.rand(inside.shape, device=inside.device) < share
+    own, states = codes[:, 1:][inside], hidden[:, :-1][inside]
+    first = draw(model.codec_head(states)[:, : model.code_predictor.lm_head[0].out_features])
+    kept = torch.rand(len(own), device=own.device) < 0.5
+    first = torch.where(kept, own[:, 0], first)
+    predictor = model.code_predictor
+    rows = predictor.rows(states, model.model.codec_embedding(first), own)
+    others = draw(predictor.logits(predictor.hidden_states(rows))).T
+    model.train()
+    codes = codes.clone()
+    codes[:, 1:][inside] = torch.cat([first[:, None], others], 1)
+    return codes
+
+
+def draw(logits: Tensor) -> Tensor:
+    """Draw from the last axis at temperature 1."""
+    noise = torch.rand_like(logits, dtype=torch.float32).clamp(min=1e-9)
+    return (logits.float() - (-noise.log()).log()).argmax(-1)
 
 
 def depth_losses(model: Talker, states: Tensor, codes: Tensor) -> Tensor:
@@ -239,6 +299,11 @@ def evaluate(model: Talker, corpus: Corpus, batch_rows: int) -> dict[str, Any]:
     return {"dev_first": first, "dev_right": right, "dev_watch": watch, "dev_depths": [round(x, 4) for x in depths]}
 
 
+def spoken_weights(work: Path) -> dict[str, Tensor]:
+    """Return the weights of the voice: those of the last stage that there is."""
+    return load_weights(work, "rehearsal") or load_weights(work, "talker")
+
+
 def autocast(device: torch.device) -> torch.autocast:
     """Compute in BF16 on a GPU."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
@@ -246,15 +311,16 @@ def autocast(device: torch.device) -> torch.autocast:
 
 def train(
     work: Path, *, schedule: float, limit: float, batch_rows: int, peak: float, dropout: float, seed: int,
-    look_ahead: bool,
+    name: Stage = "talker", share: float = 1.0,
 ) -> None:  # fmt: skip
     """Train until the schedule, or this call's time, is over."""
-    device, name = pick_device(), "look_ahead" if look_ahead else "talker"
+    device, look_ahead = pick_device(), name == "look_ahead"
     torch.manual_seed(seed)
     layout = Layout(work)
     corpus, model = Corpus(work, layout, device), Talker(layout.config, dropout).to(device).train()
+    if name != "talker":
+        model.load_state_dict(spoken_weights(work))
     if look_ahead:  # the Talker stays as it is: its states are what both CodePredictors read
-        model.load_state_dict(load_weights(work, "talker"))
         model.requires_grad_(False)
         model.code_predictor.requires_grad_(True)
         model.code_predictor.model.codec_embedding.requires_grad_(False)
@@ -276,7 +342,10 @@ def train(
             group["lr"] = rate
         batch = corpus.batch(chosen, language=bool(random.random() < 0.3), length=length)
         with autocast(device):
-            losses, states, codes = run(model, corpus, batch, corrupted=0.0 if look_ahead else CORRUPTED)
+            losses, states, codes = run(
+                model, corpus, batch, corrupted=0.0 if look_ahead else CORRUPTED,
+                rehearsed=REHEARSED if name == "rehearsal" else 0.0, share=share,
+            )  # fmt: skip
             if look_ahead:
                 ahead = look_ahead_loss(model, states, codes)
                 loss = losses.depths.mean() + ahead
@@ -314,12 +383,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=24576, help="rows a step: utterances times their padded length")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--dropout", type=float, default=0.05)
-    parser.add_argument("--lookAhead", dest="look_ahead", action="store_true", help="the stage for comparison")
+    parser.add_argument("--share", type=float, default=1.0, help="of the frames, for the CodePredictor's loss")
+    stage = parser.add_mutually_exclusive_group()
+    stage.add_argument(
+        "--rehearsal", dest="name", action="store_const", const="rehearsal", help="the stage behind the first"
+    )
+    stage.add_argument(
+        "--lookAhead", dest="name", action="store_const", const="look_ahead", help="the stage for comparison"
+    )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch_rows=args.rows, peak=args.lr,
-        dropout=args.dropout, seed=args.seed, look_ahead=args.look_ahead,
+        dropout=args.dropout, seed=args.seed, name=args.name or "talker", share=args.share,
     )  # fmt: skip
 
 

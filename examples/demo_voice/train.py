@@ -19,7 +19,7 @@ import speech
 
 RESERVE_SECONDS = 15.0
 """Kept back at the end of a call, to save and pack."""
-_SMALL = ("frames.npy", "codec.json", "talker.json", "look_ahead.json", "*_log.jsonl")
+_SMALL = ("frames.npy", "codec.json", "talker.json", "rehearsal.json", "look_ahead.json", "*_log.jsonl")
 _SMALL_FILE = "facts.tar.gz"
 
 
@@ -79,15 +79,20 @@ def run(args: argparse.Namespace) -> None:
     if not (work / "codes.npy").is_file():
         codec.encode(work, batch=256)
     after("codec and codes", started)
-    for look_ahead, schedule in ((False, args.talker), (True, args.look_ahead)):
+    stages: list[tuple[talker.Stage, float, float]] = [
+        ("talker", args.talker, args.talker_lr),
+        ("rehearsal", args.rehearsal, args.rehearsal_lr),
+        ("look_ahead", args.look_ahead, args.talker_lr),
+    ]
+    for name, schedule, peak in stages:
         started = time.perf_counter()
         if schedule <= 0 or left(schedule) <= 0:
             continue
         talker.train(
-            work, schedule=schedule, limit=left(schedule), batch_rows=args.rows, peak=args.talker_lr,
-            dropout=args.dropout, seed=args.seed, look_ahead=look_ahead,
+            work, schedule=schedule, limit=left(schedule), batch_rows=args.rows, peak=peak,
+            dropout=args.dropout, seed=args.seed, name=name,
         )  # fmt: skip
-        after("look-ahead" if look_ahead else "talker", started)
+        after(name, started)
 
 
 def main() -> None:
@@ -98,6 +103,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=540, help="seconds of this call")
     parser.add_argument("--codec", type=float, default=190, help="seconds of the codec's schedule")
     parser.add_argument("--talker", type=float, default=240, help="seconds of the Talker's schedule")
+    parser.add_argument("--rehearsal", type=float, default=0, help="seconds of its schedule; 0 leaves it out")
+    parser.add_argument("--rehearsalRate", dest="rehearsal_lr", type=float, default=5e-4)
     parser.add_argument("--lookAhead", dest="look_ahead", type=float, default=30, help="seconds; 0 leaves it out")
     parser.add_argument("--codecBatch", dest="codec_batch", type=int, default=32)
     parser.add_argument("--codecFrames", dest="codec_frames", type=int, default=20)
