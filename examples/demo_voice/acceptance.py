@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -354,10 +355,11 @@ def picture(result: dict[str, Any]) -> str:
         for temperature in TEMPERATURES
         for mode in MODES
     }
+    most = max(rate for line in by_size.values() for _, rate in line)
     return line_chart(
         [
             (f"chance of acceptance by depth, %, T = {part['temperature']}", by_depth, 100.0),
-            ("codes a round by N", by_size, max(rate for line in by_size.values() for _, rate in line) * 1.1),
+            ("codes a round by N", by_size, 0.4 * math.ceil(most / 0.4)),
         ]
     )
 

@@ -1,7 +1,7 @@
 """Whether a recogniser understands the voice: word error rate on the 50 test sentences, and spectrograms.
 
 The recogniser is pocketsphinx (PyPI, ships its model). It hears espeak-ng itself, the codec's reconstruction of that,
-and the demo voice. Needs no torch.
+the same with all codes but the first of each frame drawn by the CodePredictor, and the demo voice. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from acceptance import interval, open_checkpoint
 from chart import grey_png
+from forced import forced_states
 from numpy.typing import NDArray
 from speech import FRAME, RATE, Espeak, resampled
 
 from trt_cpspec import Qwen3TTS
+from trt_cpspec.config import SamplingParams
 from trt_cpspec.outputs import write_wav
 
 Wave = NDArray[np.float32]
@@ -86,14 +88,24 @@ def synthesized(model: Qwen3TTS, texts: Sequence[Text], options: dict[str, Any])
     ]
 
 
-def reconstructed(model: Qwen3TTS, work: Path, texts: Sequence[Text]) -> list[Wave]:
-    """Return what the codec makes of espeak-ng's own speech."""
+def real_codes(work: Path, text: Text) -> NDArray[np.int32]:
+    """Return the codes of espeak-ng's own speech, ``[F, G]``."""
     lengths, codes = np.load(work / "frames.npy"), np.load(work / "codes.npy", mmap_mode="r")
-    ends = np.cumsum(lengths)
-    return [
-        model.codec.decode(np.array(codes[ends[text.place] - lengths[text.place] : ends[text.place]], np.int32))
-        for text in texts
+    end = lengths[: text.place + 1].sum()
+    return np.array(codes[end - lengths[text.place] : end], np.int32)
+
+
+def completed(model: Qwen3TTS, text: Text, codes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the codes with all but the first of each frame drawn anew by the CodePredictor, along real speech."""
+    hidden = forced_states(model, text.said, codes).talker_hidden
+    params = SamplingParams(temperature=0.9, top_k=50, top_p=1.0)
+    found = [
+        model.predictor.decode_frame(
+            hidden[frame : frame + 1], codes[frame : frame + 1, 0], params=params, seeds=[text.place], frames=[frame]
+        ).codes
+        for frame in range(len(codes))
     ]
+    return np.concatenate(found)
 
 
 def score(recogniser: Recogniser, texts: Sequence[str], waves: Sequence[Wave]) -> dict[str, Any]:
@@ -150,7 +162,10 @@ def main() -> None:
     spoken = {"espeak-ng": listen("espeak-ng", original)}
     with TemporaryDirectory() as temporary:
         model = open_checkpoint(args.checkpoint, Path(temporary) / "engines")
-        spoken["codec"] = listen("codec", reconstructed(model, args.work, texts))
+        codes = [real_codes(args.work, text) for text in texts]
+        spoken["codec"] = listen("codec", [model.codec.decode(part) for part in codes])
+        drawn = [completed(model, text, part) for text, part in zip(texts, codes, strict=True)]
+        spoken["codec, drawn"] = listen("codec, codes 1 to 15 drawn", [model.codec.decode(part) for part in drawn])
         for talker in args.temperatures or [None]:
             for subtalker in args.subtalker_temperatures or [None]:
                 given = {"talker_temperature": talker, "subtalker_temperature": subtalker}
