@@ -158,6 +158,22 @@ def test_word_errors(said: str, heard: str, errors: int) -> None:
     assert listen.word_errors(said, heard) == (errors, len(said.split()))
 
 
+def test_held_out_texts_have_no_digits_and_know_their_codes(model: Qwen3TTS, work: Path, tmp_path: Path) -> None:
+    sets = {"train": ["a", "b"], "dev": ["Call 5.", "Good."], "test": ["c", "9", "d"]}
+    (tmp_path / "corpus.json").write_text(json.dumps(sets))
+    assert listen.held_out_texts(tmp_path, "dev", 5) == [(3, "Good.")]
+    assert listen.held_out_texts(tmp_path, "test", 5) == [(4, "c"), (6, "d")]
+    assert listen.held_out_texts(tmp_path, "test", 1) == [(4, "c")]
+    (_, text, _) = listen.held_out_texts(work, "dev", 3)
+    codes, lengths = np.load(work / "codes.npy"), np.load(work / "frames.npy")
+    own = listen.real_codes(work, text)
+    assert own.tolist() == codes[lengths[:3].sum() : lengths[:4].sum()].tolist()
+    # Its own seed was its place, so what is drawn along its real codes is what was spoken.
+    assert listen.completed(model, text, own).tolist() == own.tolist()
+    own[2, 5] ^= 1
+    assert (listen.completed(model, text, own)[3:, 1:] != own[3:, 1:]).any()
+
+
 def test_a_spectrogram_shows_a_tone_where_it_is() -> None:
     tone = np.sin(2 * np.pi * 3000 * np.arange(24000) / 24000).astype(np.float32)
     picture = listen.spectrogram(tone)

@@ -120,12 +120,12 @@ def score(recogniser: Recogniser, texts: Sequence[str], waves: Sequence[Wave]) -
 
 
 def spectrogram(wave: Wave, size: int = 1024, hop: int = 240) -> NDArray[np.uint8]:
-    """Return a spectrogram up to 8 kHz, 70 dB deep, dark where it is loud: ``[bins, steps] uint8``."""
+    """Return a spectrogram up to 8 kHz, 70 dB deep in 16 greys, dark where it is loud: ``[bins, steps] uint8``."""
     padded = np.pad(wave.astype(float), size // 2)
     pieces = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop] * np.hanning(size)
     levels = 20 * np.log10(np.abs(np.fft.rfft(pieces)) + 1e-9)[:, : size // 3]
     shares = np.clip((levels - levels.max() + 70) / 70, 0, 1)
-    return (255 * (1 - shares)).astype(np.uint8).T[::-1]
+    return (np.round(15 * (1 - shares)) * 17).astype(np.uint8).T[::-1]
 
 
 def stacked(waves: Sequence[Wave]) -> bytes:
