@@ -29,7 +29,7 @@ from trt_cpspec.measure_cli import bench, verify
 
 from .build import BuildOptions
 from .checkpoint import MODEL_TYPE, read_config
-from .demo import run_demo
+from .demo import VOICE, run_demo
 from .engine import Backend, EngineOptions, Report, choose_backend
 from .omni import OmniBuild
 from .omni_checkpoint import MODEL_TYPES as OMNI_TYPES
@@ -259,8 +259,15 @@ def _reporting(label: str) -> Iterator[Report]:
     type=PathOption,
     default=Path("demo_out"),
     show_default=True,
-    help="Receives checkpoint, engines and wavs.",
+    help="Receives engines and wavs, and the checkpoint where one is generated.",
 )
+@click.option(
+    "--checkpointDir",
+    "checkpoint_dir",
+    type=PathOption,
+    help="Speak with this Qwen3-TTS checkpoint, not with the voice of the package.",
+)
+@click.option("--randomWeights", "random_weights", is_flag=True, help="Speak with random weights, that is noise.")
 @click.option("--text", default="Hello there, this is a short test.", show_default=True, help="What is spoken.")
 @click.option("--seed", metavar="N", type=SEED, default=7, show_default=True, help="Another seed, other codes.")
 @click.option(
@@ -274,15 +281,29 @@ def _reporting(label: str) -> Iterator[Report]:
     help=f"Positions that one CodePredictor pass verifies, 2 to {MAX_VERIFY_SIZE}; compared with none.",
 )
 @reports_errors
-def demo(output_dir: Path, text: str, seed: int, verify_size: int) -> None:
-    """Try everything on a generated checkpoint.
+def demo(
+    *, output_dir: Path, checkpoint_dir: Path | None, random_weights: bool, text: str, seed: int, verify_size: int
+) -> None:
+    """Try everything on a small voice.
 
-    Generates a small checkpoint (or takes that of an earlier demo), builds its engines, and speaks a text without and
-    with speculation. The weights are random, so the sound is noise; codes, passes and acceptance are real.
+    Builds the engines of the voice that is installed with the package and speaks a text without and with speculation.
+    With --randomWeights it generates a small checkpoint (or takes that of an earlier demo): the sound is noise; codes,
+    passes and acceptance are real.
     """
     if verify_size == 0:
         raise ConfigError(f"--cpSpecVerifySize 0 is what the demo compares with: give 2 to {MAX_VERIFY_SIZE}")
-    click.echo(run_demo(output_dir, text=text, seed=seed, verify_size=verify_size))
+    if random_weights and checkpoint_dir is not None:
+        raise ConfigError("--checkpointDir and --randomWeights exclude each other: give one of them, or neither")
+    click.echo(
+        run_demo(
+            output_dir,
+            text=text,
+            seed=seed,
+            verify_size=verify_size,
+            checkpoint=checkpoint_dir or VOICE,
+            random_weights=random_weights,
+        )
+    )
 
 
 @click.group("cpspec", context_settings={"help_option_names": ["--help", "-h"]})
