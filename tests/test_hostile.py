@@ -690,8 +690,8 @@ CHAT_WITH_MEDIA = [
 
 
 @pytest.fixture(scope="module")
-def media_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A file of each kind that is read, by its name."""
+def media_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of each kind that is read."""
     folder, rng = tmp_path_factory.mktemp("media"), np.random.default_rng(5)
     clip, picture = 0.1 * rng.standard_normal((1600, 2)), rng.integers(0, 256, (40, 56, 4), np.uint8)
     for name in ("clip.wav", "clip.flac", "clip.mp3"):
@@ -700,17 +700,17 @@ def media_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     Image.fromarray(picture).save(folder / "picture.png")
     Image.fromarray(picture[..., 0]).save(folder / "grey.png")
     Image.fromarray(picture[..., :3]).save(folder / "picture.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0")
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
 @tried(300)
 @given(data=st.data())
 def test_media_files(
-    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, media_files: Path, omni: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Bytes are read by what they are, not by the name of the file."""
-    good = media_files[data.draw(st.sampled_from(list(media_files)))]
+    good = data.draw(st.sampled_from(sorted(media_files.iterdir()))).read_bytes()
     content = data.draw(damaged(good) | st.binary(max_size=64).map(lambda more: good[:12] + more) | st.just(good))
     path = tmp_path_factory.getbasetemp() / "hostile.media"
     path.write_bytes(content)
@@ -727,14 +727,8 @@ def test_media_files(
 
 @tried(80)
 @given(data=st.data())
-def test_conversations_with_media(
-    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "hostile_media"
-    folder.mkdir(exist_ok=True)
-    for name in ("clip.wav", "picture.png"):
-        (folder / name).write_bytes(media_files[name])
-    files = {"CLIP": str(folder / "clip.wav"), "PICTURE": str(folder / "picture.png")}
+def test_conversations_with_media(data: st.DataObject, media_files: Path, omni: Any) -> None:
+    files = {"CLIP": str(media_files / "clip.wav"), "PICTURE": str(media_files / "picture.png")}
     messages = with_values(data.draw(changed(CHAT_WITH_MEDIA)), files)
     with refused(ConfigError):
         omni.model.prepare(make_chat(messages, {"seed": 1, "max_audio_length": 2, "max_generate_length": 2}))
