@@ -49,7 +49,7 @@ from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.requests import make_chat, make_request, read_chat_file, read_request_file
 from trt_cpspec.runtime import PlanRecord, Runtime
-from trt_cpspec.session import DecoderSession
+from trt_cpspec.session import DecoderSession, decoder_inputs
 from trt_cpspec.tensorfile import TensorFile
 from trt_cpspec.text import TextTokenizer
 
@@ -663,6 +663,49 @@ def test_graphs_that_reach_for_other_files(
         OnnxGraph(folder / "model.onnx")
 
 
+def small_graph(path: Path, inputs: dict[str, list[Any]], outputs: dict[str, str]) -> None:
+    """Write a graph of FP32 inputs whose outputs are some of them."""
+    values = {name: onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in inputs.items()}
+    nodes = [onnx.helper.make_node("Identity", [given], [name]) for name, given in outputs.items()]
+    made = [onnx.helper.make_tensor_value_info(name, 1, inputs[given]) for name, given in outputs.items()]
+    graph = onnx.helper.make_graph(nodes, "small", list(values.values()), made)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(path))
+
+
+@pytest.mark.parametrize(
+    ("extents", "words"),
+    [
+        ([1, 8, 4], None),
+        ([1, 2**20, 2**20], "its state takes more than 1024 MiB"),
+        (["batch", "channels", 4], r"an input past_\* has no fixed shape"),
+    ],
+)
+def test_a_codec_whose_state_is_none(extents: list[Any], words: str | None, tmp_path: Path) -> None:
+    inputs = {"codes": [1, 4, 2], "position": [1], "past_tail": extents}
+    small_graph(tmp_path / "model.onnx", inputs, {"waveform": "codes", "present_tail": "past_tail"})
+    if words is None:
+        assert runtime.Runtime(threads=1).graph(tmp_path).carries_state
+    else:
+        with pytest.raises(EngineError, match=words):
+            runtime.Runtime(threads=1).graph(tmp_path)
+
+
+@pytest.mark.parametrize("width", [48, 2**40, "wide"])
+def test_a_thinker_whose_deepstack_is_none(width: Any, tmp_path: Path, omni: Any) -> None:
+    """It is a multiple of hidden_size, and not of more than the layers."""
+    spec = omni.model.thinker.spec.decoder
+    inputs = {name: [-1 if n is None else n for n in shape] for name, shape in decoder_inputs(spec).items()}
+    inputs = {name: [f"n{at}" if n == -1 else n for at, n in enumerate(shape)] for name, shape in inputs.items()}
+    inputs |= {"rotary_positions": ["n0", "n1", 3], "deepstack_embeds": ["n0", "n1", spec.hidden_size]}
+    outputs = {"hidden_states": "inputs_embeds"}
+    small_graph(tmp_path / "model.onnx", inputs, outputs)
+    DecoderSession(tmp_path / "model.onnx", spec, capacity=64, threads=1)
+    small_graph(tmp_path / "model.onnx", inputs | {"deepstack_embeds": ["n0", "n1", width]}, outputs)
+    with pytest.raises(EngineError, match="its last extent must be hidden_size"):
+        DecoderSession(tmp_path / "model.onnx", spec, capacity=64, threads=1)
+
+
 @pytest.mark.parametrize("old", [b"model.onnx.data", b"inputs_embeds", b"ScatterElements", b"hidden_states"])
 def test_graphs_whose_names_are_no_text(old: bytes, onnx_folder: Path, tmp_path: Path) -> None:
     """Protobuf gives such names as bytes."""
@@ -690,8 +733,8 @@ CHAT_WITH_MEDIA = [
 
 
 @pytest.fixture(scope="module")
-def media_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A file of each kind that is read, by its name."""
+def media_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of each kind that is read."""
     folder, rng = tmp_path_factory.mktemp("media"), np.random.default_rng(5)
     clip, picture = 0.1 * rng.standard_normal((1600, 2)), rng.integers(0, 256, (40, 56, 4), np.uint8)
     for name in ("clip.wav", "clip.flac", "clip.mp3"):
@@ -700,17 +743,17 @@ def media_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     Image.fromarray(picture).save(folder / "picture.png")
     Image.fromarray(picture[..., 0]).save(folder / "grey.png")
     Image.fromarray(picture[..., :3]).save(folder / "picture.jpg", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0")
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return folder
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Image size")
 @tried(300)
 @given(data=st.data())
 def test_media_files(
-    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, media_files: Path, omni: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Bytes are read by what they are, not by the name of the file."""
-    good = media_files[data.draw(st.sampled_from(list(media_files)))]
+    good = data.draw(st.sampled_from(sorted(media_files.iterdir()))).read_bytes()
     content = data.draw(damaged(good) | st.binary(max_size=64).map(lambda more: good[:12] + more) | st.just(good))
     path = tmp_path_factory.getbasetemp() / "hostile.media"
     path.write_bytes(content)
@@ -727,14 +770,8 @@ def test_media_files(
 
 @tried(80)
 @given(data=st.data())
-def test_conversations_with_media(
-    data: st.DataObject, media_files: dict[str, bytes], omni: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "hostile_media"
-    folder.mkdir(exist_ok=True)
-    for name in ("clip.wav", "picture.png"):
-        (folder / name).write_bytes(media_files[name])
-    files = {"CLIP": str(folder / "clip.wav"), "PICTURE": str(folder / "picture.png")}
+def test_conversations_with_media(data: st.DataObject, media_files: Path, omni: Any) -> None:
+    files = {"CLIP": str(media_files / "clip.wav"), "PICTURE": str(media_files / "picture.png")}
     messages = with_values(data.draw(changed(CHAT_WITH_MEDIA)), files)
     with refused(ConfigError):
         omni.model.prepare(make_chat(messages, {"seed": 1, "max_audio_length": 2, "max_generate_length": 2}))

@@ -486,10 +486,10 @@ def test_windows_beyond_one_call(omni: Any, monkeypatch: pytest.MonkeyPatch) -> 
     near(short, audio_oracle(omni.checkpoint, mel[:, :37], chunk=100), 2e-5)
 
 
-def nan_wav(path: Path) -> None:
-    sound = tone(0.1, 16000)
-    sound[100] = np.nan
-    soundfile.write(path, sound, 16000, subtype="FLOAT")
+def broken_wav(path: Path, value: float, rate: int) -> None:
+    sound = tone(0.1, rate)
+    sound[100] = value
+    soundfile.write(path, sound, rate, subtype="FLOAT")
 
 
 def long_wav(path: Path) -> None:
@@ -504,7 +504,9 @@ BAD_AUDIO: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no samples": ("a.wav", lambda path: soundfile.write(path, np.zeros(0), 16000), "a.wav is too short: it has 0 sam"),
     "short": ("a.wav", lambda path: soundfile.write(path, np.zeros(200), 16000), "has 200 .* at least 201 .12.6 ms"),
     "long": ("a.wav", long_wav, "a.wav is too long: it lasts more than 300 s, the long"),
-    "nan": ("a.wav", nan_wav, "a.wav holds samples that are not finite"),
+    "nan": ("a.wav", lambda path: broken_wav(path, np.nan, 16000), "a.wav holds samples that are not finite"),
+    # Resampled, it would become infinite.
+    "loud": ("a.wav", lambda path: broken_wav(path, 3e38, 44100), "not finite, or beyond what 32 bits can be"),
     "kind": (
         "a.ogg",
         lambda path: soundfile.write(path, tone(0.1, 16000), 16000),

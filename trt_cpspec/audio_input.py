@@ -36,6 +36,9 @@ _MOST = {
 }
 """What the numbers of a front may be: beyond, a clip would take memory that its file does not."""
 
+_LOUDEST = 2.0**31
+"""Of floats that were never scaled to [-1, 1]; far beyond, a filter overflows."""
+
 _MAX_OVERLAP = 8
 """Frames that a sample may be in."""
 
@@ -123,8 +126,8 @@ def read_clip(path: Path, front: AudioFront) -> Float32:
             mono = _mono(file, front.chunk_length * rate)
     except (soundfile.LibsndfileError, OSError, MemoryError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as audio (wav, flac and mp3 can): {error}") from error
-    if not np.isfinite(mono).all():
-        raise ConfigError(f"{path} holds samples that are not finite")
+    if not (np.abs(mono) <= _LOUDEST).all():
+        raise ConfigError(f"{path} holds samples that are not finite, or beyond what 32 bits can be: it is damaged")
     if len(mono) > front.chunk_length * rate:
         raise ConfigError(
             f"{path} is too long: it lasts more than {front.chunk_length} s, the longest clip; give it in parts"
