@@ -250,10 +250,6 @@ static_assert(BLOCK_BYTES + RING_BYTES <= SHARED_BYTES, "SHARED_BYTES");
 // Entries of the queue; anything else is a set of heads.
 constexpr u32 BODY = 0, STOP = 0xFFFFFFFFu;
 
-__device__ __forceinline__ bool has_arrived(Block& block, u32 chunk) {
-  return arrived_by(&block.arrival[chunk % CHUNKS], chunk / CHUNKS & 1);
-}
-
 // The warp that streams: copies parts chunk by chunk, in the order of the queue. With the copy engine one lane does it.
 struct Producer {
   Block& block;
