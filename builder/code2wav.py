@@ -27,6 +27,7 @@ from onnx import TensorProto
 from trt_cpspec.config import Section
 from trt_cpspec.durable import write_file
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.rotary import rotary_frequencies
 
 from .checkpoint import Weights
 from .graph import GraphWriter
@@ -641,7 +642,6 @@ def rotary_tables(spec: CodecSpec) -> tuple[Array, Array]:
 
     The angles are products of float32 numbers, as in the reference: at position 2000 a rounding differs by 1e-4.
     """
-    exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
-    frequencies = np.float32(1) / np.power(np.float32(spec.rope_theta), exponents)
+    frequencies = rotary_frequencies(spec.head_dim, spec.rope_theta)
     angles = np.arange(MAX_CODE_LEN, dtype=np.float32)[:, None] * frequencies
     return np.cos(angles), np.sin(angles)

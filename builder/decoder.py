@@ -28,6 +28,7 @@ import numpy as np
 from onnx import TensorProto
 
 from trt_cpspec.config import DecoderSpec
+from trt_cpspec.rotary import rotary_frequencies
 
 from .checkpoint import Weights
 from .graph import ELEMENT, GraphWriter
@@ -166,8 +167,7 @@ class _LayerWriter:
 
     def _write_rotary(self, positions: str, sections: Sequence[int] | None) -> None:
         graph, half = self.graph, self.spec.head_dim // 2
-        exponent = np.arange(0, self.spec.head_dim, 2, dtype=np.float32) / np.float32(self.spec.head_dim)
-        frequencies = (1.0 / np.power(np.float32(self.spec.rope_theta), exponent)).astype(np.float32)
+        frequencies = rotary_frequencies(self.spec.head_dim, self.spec.rope_theta)
         if sections is None:
             column = graph.op("Unsqueeze", positions, graph.constant([1, 3], np.int64))
         else:

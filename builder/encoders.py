@@ -35,6 +35,7 @@ from trt_cpspec.config import Section
 from trt_cpspec.encoders import AUDIO_TYPE, VISION_TYPE
 from trt_cpspec.errors import ConfigError
 from trt_cpspec.image_input import MAX_PATCHES, ImageFront
+from trt_cpspec.rotary import rotary_frequencies
 
 from .checkpoint import Weights
 from .decoder import MASKED
@@ -472,8 +473,7 @@ class _VisionWriter(_EncoderWriter):
     def _angles(self, places: str, head_dim: int) -> tuple[str, str]:
         """Return cosine and sine ``[1, 1, P, headDim / 2]``: half of the pairs turn by row, half by column."""
         graph, half = self.graph, head_dim // 2
-        exponent = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-        frequencies = (1.0 / np.power(np.float32(_ROPE_THETA), exponent)).astype(np.float32)
+        frequencies = rotary_frequencies(half, _ROPE_THETA)
         column = graph.op("Cast", graph.op("Unsqueeze", places, graph.constant([2], np.int64)), to=TensorProto.FLOAT)
         angles = graph.op("Mul", column, graph.constant(frequencies.reshape(1, 1, -1)))  # [P, 2, headDim / 4]
         angles = graph.op("Reshape", angles, graph.constant([1, 1, -1, half], np.int64))

@@ -23,6 +23,7 @@ from .cuda import Device, DeviceArray
 from .device_frame import CapturedFrame, CapturedFrames, FrameIO
 from .errors import CpSpecError, EngineError
 from .nvrtc import Call, KernelLibrary
+from .rotary import rotary_frequencies
 from .tensorfile import GRAPH_DATA_FILE, WEIGHT_INDEX, TensorFile
 
 THREADS = 256
@@ -244,8 +245,7 @@ class FusedPlan:
     def rotary(self) -> NDArray[np.float32]:
         """Return cosine and sine of each position's angles, ``[G, headDim / 2, 2]``, as the portable graph has them."""
         d = self.spec.decoder
-        exponent = np.arange(0, d.head_dim, 2, dtype=np.float32) / np.float32(d.head_dim)
-        frequencies = (1.0 / np.power(np.float32(d.rope_theta), exponent)).astype(np.float32)
+        frequencies = rotary_frequencies(d.head_dim, d.rope_theta)
         angles = np.arange(self.spec.num_code_groups, dtype=np.float32)[:, None] * frequencies
         return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 
