@@ -13,7 +13,8 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,20 @@ def _watch(watched: str, moment: int, report: int) -> None:
     # A killed process loses nothing of what it wrote: its flushes are counted, and not waited for.
     os.fsync = lambda handle: change("fsync")
     sys.addaudithook(hook)
+
+
+def assert_interrupted(command: Sequence[str], *, behind: bytes) -> None:
+    """Run a command, interrupt it behind the first line of its standard error, and check how it ends."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == behind
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        stdout, stderr = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert (process.returncode, stdout) == (130, b"")
+    assert b"Traceback" not in stderr
+    assert b"Interrupted" in stderr
 
 
 if __name__ == "__main__":
