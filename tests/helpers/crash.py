@@ -142,7 +142,11 @@ def _watch(watched: str, moment: int, report: int) -> None:
 
 def assert_interrupted(command: Sequence[str], *, behind: bytes) -> None:
     """Run a command, interrupt it behind the first line of its standard error, and check how it ends."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+
+    def hear() -> None:  # a shell's background job ignores the signal, and so would its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == behind
         process.send_signal(signal.SIGINT)
