@@ -657,8 +657,10 @@ def test_a_killed_run_and_a_killed_build_on_the_device(plans: Callable[[str, str
         codes = load_file(tmp_path / "good" / "audio" / "rvq_req0.safetensors")["rvq_codes"]
         for moment in range(4, len(good["changes"]), 4):
             folder = tmp_path / str(moment)
-            assert children.run("tts", *args(folder), watched=folder, moment=moment)["killed"]
-            assert children.run("tts", *args(folder), watched=folder)["code"] == 0
+            run = children.run("tts", *args(folder), watched=folder, moment=moment)
+            assert run["killed"], (moment, run, good)
+            run = children.run("tts", *args(folder), watched=folder)
+            assert run["code"] == 0, run
             again = load_file(folder / "audio" / "rvq_req0.safetensors")["rvq_codes"]
             np.testing.assert_array_equal(again, codes)
         whole = children.run("build", *build, watched=tmp_path / "engine")
