@@ -122,7 +122,6 @@ constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS
 constexpr int PADDING = 4;
 constexpr int BODY_PARTS = (HAS_PROJECTION ? Projection::SLABS : 0) + LAYERS * (Qkv::SLABS + Out::SLABS + GateUp::SLABS + Down::SLABS);
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
-constexpr int FEW_COLUMNS = 2;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
 static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
 
@@ -144,15 +143,24 @@ struct Part {
 // tag of two bits. A pair is two times a float and a tag of 32 bits, the number of the use.
 //
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
-// stored something that the writer has waited for. A block that has no rows of a matrix waits for a piece of its columns
-// all the same. So a reader finds the use before, or its own. Uses are counted from 1, and the kernel begins by clearing.
+// stored something that the writer has waited for. So a reader finds the use before, or its own. Two kinds of reader store
+// nothing that is waited for, and may be late:
+// - A block that keeps keys and values and has no query of its own: of each layer there are pieces, and no block begins the
+//   next pass before all have arrived at the end of the last one (see fused_frame).
+// - Who picks a code, while drafts are made that do not depend on it: logits have two places, in turn.
+// A block that has no rows of a matrix waits for a norm's squares of its use, or a later one, so that no two of its own
+// uses are four apart. Uses are counted from 1, and the kernel begins by clearing.
+constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
-  uint4 *inputs, *input_squares, *hidden_squares, *attended, *logits;       // [columns, H | H / 8 | H / 8 | QKV | V], / 2
+  uint4 *inputs, *input_squares, *hidden_squares;                           // [columns, H | H / 8 | H / 8], / 2
+  uint4 *attended_by_layer, *logits_in_turn;                                // [LAYERS, columns, QKV / 2], [2, columns, V / 2]
   uint2* board;                                                             // [MAX_BATCH]: last and state of a row
   u32 pieces;
+  int columns;
+  __device__ __forceinline__ uint4* attended(int layer, int column) const { return attended_by_layer + (layer * columns + column) * (QKV_WIDTH / 2); }
+  __device__ __forceinline__ uint4* logits(u32 use, int entry) const { return logits_in_turn + (int(use & 1) * columns + entry) * (V / 2); }
 };
-constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 
 __device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns) {
   uint4* const start = at;
@@ -160,9 +168,9 @@ __device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns) {
   e.embeds = take(HAS_PROJECTION ? HT / 4 : 0), e.input_words = take(H / 4), e.hidden_words = take(H / 4);
   e.mixed = take(Q_WIDTH / 4), e.activated = take(INTER / 4);
   e.inputs = take(H / 2), e.input_squares = take(H / 16), e.hidden_squares = take(H / 16);
-  e.attended = take(QKV_WIDTH / 2), e.logits = take(V / 2);
+  e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.logits_in_turn = take(2 * (V / 2));
   e.board = reinterpret_cast<uint2*>(at), at += MAX_BATCH / 2 + 1;
-  e.pieces = u32(at - start);
+  e.pieces = u32(at - start), e.columns = columns;
 }
 
 // The tag of words: the number of their use modulo 4, in the free bits of the fourth word.
@@ -198,6 +206,12 @@ __device__ __forceinline__ float2 wait_for_pair(const uint4* from, u32 use) {
   }
 }
 
+// All lanes: wait for a pair of this use, or a later one.
+__device__ __forceinline__ void wait_since(const uint4* from, u32 use) {
+  u32 polls = 0;
+  while (__any_sync(ALL_LANES, int(load_whole(from).y - use) < 0)) poll_again(polls);
+}
+
 // The numbers of the uses, the same in all blocks: passes, layers of all passes and sets of heads, counted from 1.
 struct Uses {
   u32 pass = 0, layer = 0, heads = 0;
@@ -230,14 +244,17 @@ struct Block {
   Request request[MAX_BATCH];
   int pick;
   int finished;
-  u32 target, picked;  // of the two barriers
+  u32 target, rounds_ended;  // of the two barriers
   u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   Sums sums[2];  // in turn
   union Scratch {
     __device__ Scratch() {}
     Attention attention;
-    select_sample_part::Shared select;
+    struct {
+      select_sample_part::Shared shared;
+      select_sample_part::Noise noise;
+    } select;
     accept_part::Shared accept;
   } scratch;
 };
@@ -484,8 +501,8 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
 
   uint4 words[P::UNITS * 2];
   u32 polls = 0;
-  // Of many columns one word is waited for first: all of them, again and again, would fill the memory system.
-  if (__popc(wanted) > FEW_COLUMNS && units > 0)
+  // One word is waited for first: all of them, again and again, would stand in the way of those who make them.
+  if (EVEN || units > 0)
     while (__any_sync(ALL_LANES, tag.stale(load_whole(row)))) poll_again(polls);
   for (;;) {
     u32 missing = 0;
@@ -538,6 +555,7 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int s
       MeanSquare square;
       const uint4* const squares = task.squares(tile * TILE + (mine ? place : __ffs(wanted) - 1));
       u32 polls = 0;
+      while (__any_sync(ALL_LANES, stale(load_whole(squares), task.use()))) poll_again(polls);  // as for words
       while (__any_sync(ALL_LANES, square.load(squares, task.use()))) poll_again(polls);
       const float inverse = square.inverse_root();
       if (mine) sums.inverse[place] = inverse;
@@ -588,8 +606,7 @@ __device__ __forceinline__ void multiply(Block& block, Stream& stream, int tiles
       if (!wanted) continue;
       left = tile < tiles - 1;
       if (!mine) {
-        u32 polls = 0;
-        while (__any_sync(ALL_LANES, task.tag().stale(load_whole(task.row(tile * TILE + __ffs(wanted) - 1))))) poll_again(polls);
+        if constexpr (Task::NORMED) wait_since(task.squares(tile * TILE + __ffs(wanted) - 1), task.use());
         continue;
       }
       if (stream.adds()) add_tile<P>(stream, block.sums[stream.turn], slab, tile, wanted, task);
@@ -675,6 +692,7 @@ struct FloatPlace {
 };
 
 struct QkvTask : Columns<true> {
+  int layer;
   bool entered;
   using Place = FloatPlace;
   __device__ __forceinline__ u32 use() const { return entered ? uses.pass : uses.inner() - 1; }
@@ -685,7 +703,7 @@ struct QkvTask : Columns<true> {
   __device__ __forceinline__ const uint4* squares(int column) const {
     return (entered ? block.exchange.input_squares : block.exchange.hidden_squares) + column * (H / 16);
   }
-  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.attended + column * (QKV_WIDTH / 2) + out / 2}; }
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.attended(layer, column) + out / 2}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
     if (valid) place.store(sums, uses.layer);
   }
@@ -717,7 +735,7 @@ struct HeadTask : Columns<true> {
     const int entry = tile * TILE + (lane_id() & (TILE - 1));
     return __ballot_sync(ALL_LANES, lane_id() < TILE && entry < entries && block.head_of[entry] == head);
   }
-  __device__ __forceinline__ Place place(int entry, int out) const { return {block.exchange.logits + entry * (V / 2) + out / 2}; }
+  __device__ __forceinline__ Place place(int entry, int out) const { return {block.exchange.logits(uses.heads, entry) + out / 2}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
     if (valid) place.store(sums, uses.heads);
   }
@@ -821,7 +839,7 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
         place = copy + query / A::RATIO * copies, from = (kv * A::RATIO + query % A::RATIO) * PAIRS;
         to = attention.query[query];
       }
-      const float2 two = wait_for_pair(block.exchange.attended + (column + place) * (QKV_WIDTH / 2) + from + pair, use);
+      const float2 two = wait_for_pair(block.exchange.attended(layer, column + place) + from + pair, use);
       *reinterpret_cast<float2*>(to + pair * 2) = two;
       if (vector < count * 2 && vector % 2) *reinterpret_cast<float2*>(values + (begin + place) * HEAD_DIM + pair * 2) = two;
     }
@@ -898,7 +916,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
     uses.layer++;
-    multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer == 0});
+    multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer, layer == 0});
     if (!stream.adds()) attend(block, stream, layer, batch, width, keepers);
     multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
@@ -931,7 +949,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += ALL) words[i] = addresses[i];
   for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
   arrivals_ready();
-  if (threadIdx.x == 0) block.target = block.picked = block.pushed = block.taken = 0, list_body(block, projected);
+  if (threadIdx.x == 0) block.target = block.rounds_ended = block.pushed = block.taken = 0, list_body(block, projected);
   if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
   sync_block();
   if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, columns);
@@ -988,10 +1006,12 @@ __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth
   return depth == 0 ? model.talker_table + u64(code) * HT : model.tables + (u64(depth - 1) * V + code) * HT;
 }
 
-// A row of logits that other blocks make.
+// A row of logits that other blocks make, and the noise of its codes.
 struct DueLogits {
+  static constexpr bool KNOWS_NOISE = true;
   const uint4* row;
   u32 use;
+  const float* noise;
 
   template <int N>
   __device__ __forceinline__ void load(float (&values)[N]) const {
@@ -1018,11 +1038,19 @@ struct DueLogits {
   }
 };
 
+// All threads: the noise of a pick, which depends on no logits.
+__device__ __noinline__ void make_noise(Block& block, int entry, int row, int use) {
+  const int depth = block.head_of[entry] + 1;
+  if (depth <= 0) return;  // there is no such entry
+  __syncthreads();         // whoever used this memory before
+  select_sample_part::store_noise(block.scratch.select.noise, block.request[row], depth, use);
+}
+
 // The code stands in `block.pick`.
 __device__ __noinline__ void select_entry(Block& block, DueLogits logits, int row, int depth, int use, float* law) {
   const Request request = block.request[row];
   __syncthreads();  // whoever used this memory before
-  select_sample_part::select_row(block.scratch.select, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
+  select_sample_part::select_row(block.scratch.select.shared, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
   __syncthreads();
 }
 
@@ -1046,14 +1074,30 @@ __device__ __forceinline__ void commit(const Model& model, int row, int depth, i
   entry[0] = depth, entry[1] = 0, entry[2] = 0;
 }
 
-// All threads of a block: picks the code of one entry. In `round` 0 and above it is committed; it enters pass `pass` at
-// column `place`, if that is not negative.
+// One thread: tells all blocks that this one has come to the end of a round.
+__device__ __forceinline__ void end_round(Block& block) {
+  block.rounds_ended++;
+  arrive(block.model.counter + 1);
+}
+
+// One thread: waits until all blocks have come to the end of as many rounds as this one, or those who pick have.
+__device__ __forceinline__ void wait_for_all(Block& block) {
+  u32 polls = 0;
+  while (arrived(block.model.counter + 1) < block.rounds_ended * CTAS) polled(polls);
+}
+
+// All threads of a block: picks the code of one entry, whose noise has been made. In `round` 0 and above it is committed; it
+// enters pass `pass` at column `place`, if that is not negative.
 __device__ __noinline__ void pick_entry(Block& block, const Uses& uses, int entry, int row, int use, float* laws, int* codes,
                                         int round, u32 pass, int place) {
   const int depth = block.head_of[entry] + 1;
   if (depth <= 0) return;  // there is no such entry
-  select_entry(block, DueLogits{block.exchange.logits + entry * (V / 2), uses.heads}, row, depth, use, laws ? laws + entry * V : nullptr);
+  select_entry(block, DueLogits{block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code}, row, depth, use, laws ? laws + entry * V : nullptr);
   const int code = block.pick;
+  if (round == 0) {
+    if (threadIdx.x == 0) wait_for_all(block);
+    __syncthreads();
+  }
   if (place >= 0 && depth < G - 1) embed(block, pass, place, embedding(block.model, depth, code));
   if (threadIdx.x == 0) {
     codes[entry] = code;
@@ -1172,30 +1216,30 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
         if (!heads) continue;
       }
       const int entries = verifying ? columns : batch * drafts;
+      const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
+      // Who has no rows of the heads makes the noise meanwhile.
+      const bool early = !Head::mine(0) && !stream.adds();
+      if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
       run_heads(block, stream, heads, entries);
       if (stream.adds()) continue;
+      // Without drafts nothing is late: whoever keeps keys has queries.
+      if (round == 0 && drafts > 0 && threadIdx.x == 0) end_round(block);
 
-      const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
       float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;
       int* const codes = verifying ? model.picks : model.drafts;
 #pragma unroll 1
       for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
+        if (!early || entry != desk) make_noise(block, entry, entry / a_row, use);
         const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % drafts;
         pick_entry(block, uses, entry, row, use, laws, codes, plain ? round : -1, verifying ? uses.pass + 1 : uses.pass, plain || !verifying ? place : -1);
       }
     }
     if (plain || stream.adds()) continue;
-    // Those who pick tell those who accept, and these tell all.
-    const int picking = min(columns, CTAS);
+    // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
     __syncthreads();
-    if (threadIdx.x == 0) {
-      block.picked += picking;
-      if (desk < picking) arrive(model.counter + 1);
-    }
+    if (threadIdx.x == 0) end_round(block);
     if (desk < batch && block.last[desk] < G - 1) {
-      u32 polls = 0;
-      if (threadIdx.x == 0)
-        while (arrived(model.counter + 1) < block.picked) polled(polls);
+      if (threadIdx.x == 0) wait_for_all(block);
       __syncthreads();
       accept_entry(block, desk, drafts, coupled, round);
       const int last = model.last[desk];

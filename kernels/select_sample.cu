@@ -19,11 +19,15 @@
 //
 // A short top-k goes a shorter way: where its first digit leaves at most LISTED candidates, these are listed, each is
 // told its rank and the mass before it, and one warp does the rest without barriers.
+//
+// Where the noise is known before the logits are, and no law is asked for, a race is shorter still: the best score of
+// all, if top-k keeps its entry, else the best of those before it, and so on.
 
 #define ITEMS (V <= 4 * THREADS ? 4 : V <= 8 * THREADS ? 8 : 16)
 #define CODE_BITS 12
 #define ORDER_BITS (32 + CODE_BITS)
 #define LISTED 64
+#define MOST_LAPS 8
 #define WARPS (THREADS / 32)
 #define MASS_SCALE 549755813888.0f  // 2^39
 #define MASS_LOW_BITS 20
@@ -230,17 +234,26 @@ struct Short {
   }
 };
 
+// Of each warp in a lap of a race: its best score, and whose it is; how many entries go before the best of all in the
+// order, and how many scores are near it.
+struct Race {
+  u32 score[32], code[32], counts[32];
+  float logit[32];
+};
+
 struct Shared {
   Cut<u32> by_count;
   Cut<u64> by_mass;
   Short few;
+  Race race;
   Pick pick;
   u32 largest_of_warp[32], smallest_of_warp[32];
   u64 mass_of_warp[32];
 };
 
-// A row of logits in memory. Whatever else holds one has the same two members.
+// A row of logits in memory. Whatever else holds one has the same members; where KNOWS_NOISE, also the noise of each code.
 struct Logits {
+  static constexpr bool KNOWS_NOISE = false;
   const float* row;
 
   __device__ __forceinline__ void load(float (&values)[ITEMS]) const {  // the thread's entries
@@ -349,6 +362,10 @@ struct ExactScore {
   __device__ __forceinline__ u32 word(u32 code) const {
     return word_of(philox(request.seed, request.frame, depth, use, code / 4), code % 4);
   }
+  __device__ __forceinline__ float noise(u32 code) const {
+    if constexpr (Source::KNOWS_NOISE) return logits.noise[code];
+    else return gumbel(word(code));
+  }
   __device__ __forceinline__ double operator()(u32 code) const {
     const double temperature = request.temperature == 0 ? 1 : request.temperature;
     return (double(logits[code]) - double(largest)) / temperature + gumbel_exact(word(code));
@@ -391,7 +408,7 @@ __device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 ke
     for (int step = TEAM / 2; step; step >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, step);
     const u32 code = u32(order) & ((1u << CODE_BITS) - 1), rank = u32(sum) & ((1u << RANK_BITS) - 1);
     const float scaled = row.scaled(key_to_float(~u32(order >> CODE_BITS)));
-    const float score = scaled + gumbel(exact_score.word(code)), weight = expf(scaled);
+    const float score = scaled + exact_score.noise(code), weight = expf(scaled);
     if (lane_id() % TEAM == 0 && rank < kept) {
       const u64 before = sum >> RANK_BITS;
       s.before[rank] = before;
@@ -427,17 +444,73 @@ __device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, dou
   return picked;
 }
 
+// The noise of every code, for a source that knows it.
+struct Noise {
+  alignas(16) float of_code[ITEMS * THREADS];
+};
+
+// All threads: makes it; none for argmax. A barrier follows.
+__device__ __forceinline__ void store_noise(Noise& noise, const Request& request, u32 depth, u32 use) {
+#pragma unroll 1
+  for (u32 quad = threadIdx.x; quad < (V + 3) / 4; quad += THREADS) {
+    const uint4 words = philox(request.seed, request.frame, depth, use, quad);
+    float4 four = make_float4(gumbel(words.x), gumbel(words.y), gumbel(words.z), gumbel(words.w));
+    if (request.temperature == 0) four = make_float4(0, 0, 0, 0);
+    *reinterpret_cast<float4*>(noise.of_code + quad * 4) = four;
+  }
+}
+
+// All threads: the code of the best score among the first `top_k` of the order. False, and nothing has changed, where two
+// scores are too near each other, or the laps were not enough.
+__device__ __forceinline__ bool race(Race& s, const Row& row, const float* noise, u32 top_k, u32& code) {
+  float score[ITEMS];
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) score[i] = row.scaled(row.logit[i]) + noise[Row::code(i)];
+#pragma unroll 1
+  for (int lap = 0; lap < MOST_LAPS; lap++) {
+    float best = score[0], logit = row.logit[0];
+    u32 mine = Row::code(0);
+#pragma unroll
+    for (int i = 1; i < ITEMS; i++)
+      if (score[i] > best) best = score[i], logit = row.logit[i], mine = Row::code(i);
+    const u32 key = order_key(best), best_key = warp_max(key);
+    const int lane = __ffs(__ballot_sync(ALL_LANES, key == best_key)) - 1;
+    if (lane_id() == lane) s.score[warp_id()] = best_key, s.logit[warp_id()] = logit, s.code[warp_id()] = mine;
+    __syncwarp();
+    __syncthreads();
+    const u32 of_warp = lane_id() < WARPS ? s.score[lane_id()] : 0, largest = warp_max(of_warp);
+    const int warp = __ffs(__ballot_sync(ALL_LANES, of_warp == largest)) - 1;
+    const float bar = key_to_float(largest) - PICK_MARGIN;
+    logit = s.logit[warp], code = s.code[warp];
+    u32 counts = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      const bool before = row.logit[i] > logit || (row.logit[i] == logit && Row::code(i) < code);
+      counts += u32(before) | u32(score[i] >= bar) << 16;
+      score[i] = before ? score[i] : MINUS_INFINITY;
+    }
+    counts = warp_sum(counts);
+    if (lane_id() == 0) s.counts[warp_id()] = counts;
+    __syncthreads();
+    counts = warp_sum(lane_id() < WARPS ? s.counts[lane_id()] : 0u);
+    if (counts >> 16 != 1) return false;
+    if ((counts & 0xFFFF) < top_k) return true;
+  }
+  return false;
+}
+
 // All threads of a block: the law of one row of logits (`law` may be null) and its pick. One thread of the first warp
 // writes codes[entry]; a barrier follows before anyone reads it, or uses `s` again.
 template <class Source>
 __device__ __forceinline__ void select_row(Shared& s, const Source logits, const Request request, int depth, int deepest,
                                            int use, float* law, int* codes, int entry, int* errors, int row_of_batch) {
   Row row;
-  logits.load(row.logit);
+  if constexpr (!Source::KNOWS_NOISE) logits.load(row.logit);  // on their way while memory is cleared
   s.by_count.clear();
   s.by_mass.clear();
   s.few.clear();
   if (threadIdx.x == 0) pick_reset(s.pick);
+  if constexpr (Source::KNOWS_NOISE) logits.load(row.logit);  // those are waited for
   const bool greedy = request.temperature == 0;  // argmax is top-1, at any temperature
   const bool is_law = find_range(s, row, greedy ? 1.0f : float(request.temperature));
   if (depth > deepest) return;  // not earlier: the loads above would wait for this one
@@ -457,6 +530,13 @@ __device__ __forceinline__ void select_row(Shared& s, const Source logits, const
   for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
   const int top_k = greedy ? 1 : request.top_k;
   const double top_p = greedy ? 1 : request.top_p;
+  if constexpr (Source::KNOWS_NOISE) {
+    u32 code;
+    if (!law && top_p >= 1 && race(s.race, row, logits.noise, top_k > 0 ? top_k : V, code)) {
+      if (threadIdx.x == 0) codes[entry] = code;
+      return;
+    }
+  }
   if (top_k > 0 && top_k < V) {
     const auto limit_of = [&](u32) { return u32(top_k); };
     divide(s.by_count, row, alive, 0, digit, limit_of);

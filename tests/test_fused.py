@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fused_model import FusedModel, released_plan
-from kernel_shim import HostKernels
+from kernel_shim import LATE, HostKernels
 from numpy.typing import NDArray
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
@@ -114,6 +114,13 @@ def case(engine: Path, make_kernels: Any) -> Case:
 
 
 @pytest.fixture(scope="session")
+def case_of_host(engine_of_bf16: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """With blocks enough that the last two, 13 and 14, have no rows of any matrix."""
+    folder = tmp_path_factory.mktemp("late")
+    return Case(engine_of_bf16, lambda plan: HostKernels(plan.macros(), folder), blocks=15, shared_bytes=100_000)
+
+
+@pytest.fixture(scope="session")
 def engine_of_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("plain"), "bf16", SIZE.hidden)
 
@@ -161,6 +168,30 @@ def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> Non
         np.testing.assert_array_equal(found.codes, wanted.codes)
         assert found.rounds == wanted.rounds
         np.testing.assert_array_equal(found.embedded, case.host.embed_frame(found.codes))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 500])
+def test_a_flat_law_picks_what_the_host_picks(case: Case, top_k: int) -> None:
+    """The best score of all is seldom among the first few: its entry is left out, again and again."""
+    params = [SamplingParams(temperature=80, top_k=top_k)] * 3
+    for number in range(2):
+        hidden, code0 = case.states(3, seed=20 + number)
+        draws = [(params[row], 70 + row, number) for row in range(3)]
+        found = case.model.frame(hidden, code0, draws)
+        wanted = case.host.decode_frame(hidden, code0, params=params, seeds=[70, 71, 72], frames=number, verify_size=0)
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+
+
+@pytest.mark.parametrize(("verify_size", "block"), [(0, 14), (3, 13), (3, 14)])
+def test_a_block_without_rows_may_be_late(case_of_host: Case, verify_size: int, block: int) -> None:
+    """Held back until all others wait for it, who picks still finds the logits that it is to read."""
+    case = case_of_host
+    hidden, code0 = case.states(1, seed=8)
+    wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=verify_size)
+    drafts = max(verify_size - 1, 0)
+    found = case.model.frame(hidden, code0, [(PARAMS[1], 5, 2)], drafts=drafts, order=LATE + block)
+    np.testing.assert_array_equal(found.codes, wanted.codes)
+    assert found.rounds == wanted.rounds
 
 
 def test_few_blocks_take_a_matrix_in_slabs(engine: Path, make_kernels: Any) -> None:

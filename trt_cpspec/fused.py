@@ -193,7 +193,8 @@ class FusedPlan:
         vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
         attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
-        return _RESERVED_BYTES + constants + sums + max(attention, _SELECT_BYTES)
+        noise = next(items for items in (4, 8, 16) if d.vocab_size <= items * self.threads) * self.threads * 4
+        return _RESERVED_BYTES + constants + sums + max(attention, _SELECT_BYTES + noise)
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
@@ -319,7 +320,8 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
     columns, heads = batch * max(drafts + 1, MAX_VERIFY_SIZE), d.num_attention_heads * d.head_dim
     # Words of 4 bytes a value, then pairs of 8: see Exchange in the kernel.
     words = (plan.spec.talker_hidden_size if plan.projected else 0) + 2 * d.hidden_size + heads + d.intermediate_size
-    pairs = d.hidden_size + d.hidden_size // 4 + heads + 2 * d.num_key_value_heads * d.head_dim + d.vocab_size
+    attended = d.num_hidden_layers * (heads + 2 * d.num_key_value_heads * d.head_dim)
+    pairs = d.hidden_size + d.hidden_size // 4 + attended + 2 * d.vocab_size
     pieces = columns * (words // 4 + pairs // 2) + plan.max_batch // 2 + 1
     cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups, d.head_dim)
     return {

@@ -2,7 +2,8 @@
 //
 // Every thread of a block is a fiber; blocks run one after the other. A barrier or a warp primitive suspends a fiber
 // until all who take part have arrived; a block in which nobody can go on is reported, and so is a warp whose lanes
-// meet in different primitives. `order` permutes in which order warps and lanes run, which brings out missing barriers.
+// meet in different primitives. `order` permutes in which order warps and lanes run, which brings out missing barriers; of LATE
+// and above it holds one block of a cooperative launch back.
 // Shared memory is filled with garbage before each block.
 
 #include <csetjmp>
@@ -248,6 +249,8 @@ void call_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>
   kernel(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
 }
 
+constexpr unsigned LATE = 1000;
+
 template <class... A>
 const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads, void** arguments, unsigned order, unsigned shared_bytes, bool cooperative) {
   struct Bound { void (*kernel)(A...); void** arguments; } bound{kernel, arguments};
@@ -269,11 +272,17 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
     check_exited(one);
   }
   if (cooperative) {  // static shared memory would be the same for all blocks: such kernels have none
-    // Whoever looks again may find what it waits for; after so many rounds of looking there is nothing to come.
-    for (int idle = 0; idle < 1000 && !fault; idle++) {
+    // A block that is late has one turn where others have 16: an order of LATE and above names it.
+    const unsigned late = order >= LATE ? order - LATE : blocks;
+    if (order >= LATE) order = 0;
+    // Whoever looks again may find what it waits for; after so many rounds of looking, or in all, there is nothing to come.
+    unsigned rounds = 0;
+    for (int idle = 0; idle < 1000 && rounds < 200000 && !fault; idle++, rounds++) {
       unsigned done = 0;
-      for (unsigned i = 0; i < blocks; i++)
-        if (advance(groups[permuted(i, blocks, order)], order)) idle = 0;
+      for (unsigned i = 0; i < blocks; i++) {
+        const unsigned turn = permuted(i, blocks, order);
+        if ((turn != late || rounds % 16 == 0) && advance(groups[turn], order)) idle = 0;
+      }
       for (const Group& one : groups) done += one.exited == one.fibers.size();
       if (done == blocks) break;
     }

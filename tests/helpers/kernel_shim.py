@@ -21,6 +21,8 @@ FLAGS = (
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),  # as a device would, which CI has not
 )
 GUARD, GUARD_BYTE = 4096, 0x5A
+LATE = 1000
+"""Orders from here on hold one block back (``kernel_shim.h``)."""
 
 
 class HostKernels:
@@ -65,7 +67,7 @@ class HostKernels:
         assert (outside == GUARD_BYTE).all(), "a kernel wrote outside of its array"
 
     def run(self, call: Call, *, order: int = 0) -> None:
-        """Run one launch; ``order`` changes in which order warps and lanes run."""
+        """Run one launch; ``order`` changes in which order warps and lanes run, or names a block that is ``LATE``."""
         source = source_of(call.kernel)
         if source not in self._libraries:
             self._libraries[source] = self._build(source)
