@@ -57,9 +57,11 @@ def test_the_fused_kernel_compiles(arch: str) -> None:
     compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)
     # The kernels that it is made of stand in the same source.
     assert {("fused_frame", arch), ("fused_pass", arch)} < set(compiled)
-    stores = [int(nbytes) for nbytes in re.findall(r"(\d+) bytes spill stores", report)]
-    # A round's state across the calls of select and accept: nothing within a product.
-    assert max(stores) <= 144, report
+    stores = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", report, re.DOTALL)
+    spilled = {name: int(nbytes) for name, nbytes in stores}
+    # A pass is all products and attention. A frame spills a round's state across the calls of select and accept, too.
+    assert spilled["fused_pass"] <= (0 if arch == "sm_90" else 44), report
+    assert max(spilled.values()) <= 168, report
     assert "warning" not in report, report
 
 
