@@ -214,6 +214,19 @@ def test_frames_know_their_letters() -> None:
     assert places[2, 2] == 4
 
 
+def test_parts_of_frames_know_their_phonemes() -> None:
+    # "t" from 0.025 s, "oU" with its stress from 0.085 s, a pause from 0.165 s, "n" from 0.205 s to the end at 0.245 s.
+    heard = [(b"t", 0.005), (b"'oU", 0.065), (b"_:", 0.145), (b"n", 0.185)]
+    phones = speech._phones(heard, 0.02, 0.245, 4)
+    assert phones.tolist() == [
+        [b"", b"t", b"t", b"t"],  # middles at 0.01, 0.03, 0.05, ...
+        [b"oU", b"oU", b"oU", b"oU"],
+        [b"", b"", b"n", b"n"],
+        [b"", b"", b"", b""],
+    ]
+    assert speech._phones([], 0.0, 0.0, 1).tolist() == [[b""] * 4]
+
+
 @pytest.fixture
 def wordnet(tmp_path: Path) -> Path:
     folder = tmp_path / "wordnet"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from layers import QUIET, Decoder, Encoder, Listener, Mel, Quantizer, magnitudes, read_codec_config
+from layers import QUIET, Decoder, Encoder, Listener, Mel, Quantizer, Snake, magnitudes, read_codec_config, snake
 from speech import FRAME, PARTS
 from torch import Tensor, nn
 from training import (
@@ -145,10 +145,12 @@ def kept_codes(count: int, groups: int, weights: Weights, device: torch.device) 
 
 def train(
     work: Path, *, schedule: float, limit: float, batch: int, frames: int, judged: int, peak: float, seed: int,
-    weights: Weights,
+    weights: Weights, fused: bool = False,
 ) -> None:  # fmt: skip
     """Train until the schedule, or this call's time, is over."""
     device = pick_device()
+    if fused:
+        Snake.kernel = staticmethod(torch.compile(snake, dynamic=True))
     torch.manual_seed(seed)
     model, distance = Codec(work).to(device).train(), SpectralLoss().to(device)
     optimizer = adam(model.parameters(), device, betas=(0.8, 0.99), weight_decay=0.0)
@@ -250,12 +252,13 @@ def main() -> None:
     parser.add_argument("--whole", type=float, default=Weights().whole, help="see Weights")
     parser.add_argument("--shallow", type=float, default=Weights().shallow, help="see Weights")
     parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--fused", action="store_true", help="compile the activation; needs a C compiler")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch=args.batch, frames=args.frames,
         judged=args.judged, peak=args.lr, seed=args.seed,
-        weights=Weights(phones=args.phones, whole=args.whole, shallow=args.shallow),
+        weights=Weights(phones=args.phones, whole=args.whole, shallow=args.shallow), fused=args.fused,
     )  # fmt: skip
     if complete(args.work):
         encode(args.work, batch=256)

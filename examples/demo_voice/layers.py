@@ -248,16 +248,24 @@ class CausalTransposed(nn.Module):
         return value[..., : -self.tail] if self.tail else value
 
 
+def snake(value: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return ``x + sin(x exp(alpha))^2 / exp(beta)`` of ``[B, C, T]``."""
+    wave = torch.sin(value * alpha.exp()[:, None])
+    return value + wave * wave / (beta.exp()[:, None] + 1e-9)
+
+
 class Snake(nn.Module):
-    """``x + sin(x exp(alpha))^2 / exp(beta)`` per channel."""
+    """:func:`snake` with an alpha and a beta for each channel."""
+
+    kernel = staticmethod(snake)
+    """Training may put a compiled one here: without, it moves the widest tensors of all some 40 times a step."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.alpha, self.beta = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, value: Tensor) -> Tensor:
-        wave = torch.sin(value * self.alpha.exp()[:, None])
-        return torch.addcmul(value, wave * (1 / (self.beta.exp() + 1e-9))[:, None], wave)
+        return Snake.kernel(value, self.alpha, self.beta)
 
 
 class _Scale(nn.Module):

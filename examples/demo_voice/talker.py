@@ -366,7 +366,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 def train(
     work: Path, *, schedule: float, limit: float, batch_rows: int, peak: float, dropout: float, seed: int,
-    name: Stage = "talker", share: float = SHARE, rehearse_from: float = 1.0,
+    name: Stage = "talker", share: float = SHARE, rehearse_from: float = 1.0, eager: bool = False,
 ) -> None:  # fmt: skip
     """Train until the schedule, or this call's time, is over."""
     device, look_ahead = pick_device(), name == "look_ahead"
@@ -404,7 +404,7 @@ def train(
         norm = descend(optimizer, loss, 1.0)
         return torch.stack([losses.first, losses.depths.mean(), losses.watch, losses.right, ahead, norm]).detach()
 
-    step = Replayed(do, device)
+    step = Replayed(do, device, eager=eager)
     while not clock.over:
         length, numbers = buckets[random.choice(len(buckets), p=chances / chances.sum())]
         chosen = random.choice(numbers, max(1, batch_rows // length))
@@ -434,7 +434,7 @@ def main() -> None:
     parser.add_argument("--timeLimit", dest="limit", type=float, help="seconds of this call; default: the schedule")
     parser.add_argument("--rows", type=int, default=24576, help="rows a step: utterances times their padded length")
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--share", type=float, default=SHARE, help="frames a row for the CodePredictor's loss")
     parser.add_argument(
         "--rehearseFrom", dest="rehearse_from", type=float, default=1.0,
@@ -443,12 +443,13 @@ def main() -> None:
     parser.add_argument(
         "--lookAhead", dest="name", action="store_const", const="look_ahead", help="the stage for comparison"
     )
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch_rows=args.rows, peak=args.lr,
         dropout=args.dropout, seed=args.seed, name=args.name or "talker", share=args.share,
-        rehearse_from=args.rehearse_from,
+        rehearse_from=args.rehearse_from, eager=args.eager,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         codec.train(
             work, schedule=args.codec, limit=left(args.codec), batch=args.codec_batch, frames=args.codec_frames,
             judged=args.judged, peak=args.codec_lr, seed=args.seed,
-            weights=codec.Weights(phones=args.phones, whole=args.whole, shallow=args.shallow),
+            weights=codec.Weights(phones=args.phones, whole=args.whole, shallow=args.shallow), fused=args.fused,
         )  # fmt: skip
         if not codec.complete(work):
             after("codec, to be continued", started)
@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> None:
         talker.train(
             work, schedule=schedule, limit=left(schedule), batch_rows=args.rows, peak=args.talker_lr,
             dropout=args.dropout, seed=args.seed, name=name, share=args.share, rehearse_from=args.rehearse_from,
+            eager=args.eager,
         )  # fmt: skip
         after(name, started)
 
@@ -109,8 +110,8 @@ def main() -> None:
     parser.add_argument("--input", type=Path, help="what an earlier call packed")
     parser.add_argument("--output", type=Path, help="receives what is to be kept")
     parser.add_argument("--budget", type=float, default=540, help="seconds of this call")
-    parser.add_argument("--codec", type=float, default=190, help="seconds of the codec's schedule")
-    parser.add_argument("--talker", type=float, default=240, help="seconds of the Talker's schedule")
+    parser.add_argument("--codec", type=float, default=165, help="seconds of the codec's schedule")
+    parser.add_argument("--talker", type=float, default=220, help="seconds of the Talker's schedule")
     parser.add_argument("--rehearseFrom", dest="rehearse_from", type=float, default=0.5, help="see talker.py")
     parser.add_argument("--lookAhead", dest="look_ahead", type=float, default=0, help="seconds; 0 leaves it out")
     parser.add_argument("--codecBatch", dest="codec_batch", type=int, default=64)
@@ -119,11 +120,13 @@ def main() -> None:
     parser.add_argument("--phones", type=float, default=0.5, help="see codec.py, as the next two")
     parser.add_argument("--whole", type=float, default=0.2)
     parser.add_argument("--shallow", type=float, default=0.7)
+    parser.add_argument("--fused", action="store_true", help="see codec.py")
     parser.add_argument("--codecRate", dest="codec_lr", type=float, default=8e-4)
     parser.add_argument("--rows", type=int, default=24576, help="rows of a Talker step")
     parser.add_argument("--talkerRate", dest="talker_lr", type=float, default=1.5e-3)
-    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--share", type=float, default=0.2, help="see talker.py")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in the Talker's steps")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -67,10 +67,12 @@ class Replayed:
         Takes a flag and tensors, returns one tensor. It must not wait for the device, and its shapes must follow from
         those of what it is given. The gradients must be cleared in it, to None, before they are made.
     device : torch.device
+    eager : bool
+        Make no graphs on a GPU either.
     """
 
-    def __init__(self, step: Callable[..., Tensor], device: torch.device) -> None:
-        self._step, self._graphed = step, device.type == "cuda"
+    def __init__(self, step: Callable[..., Tensor], device: torch.device, *, eager: bool = False) -> None:
+        self._step, self._graphed = step, device.type == "cuda" and not eager
         self._warm: set[Any] = set()
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
         self._pool: Any = None
