@@ -143,6 +143,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="receives PART.json, PART.png and some wavs")
     parser.add_argument("--part", choices=("test", "dev"), default="test", help="dev is for choosing, test for telling")
     parser.add_argument("--count", type=int, default=50, help="sentences")
+    parser.add_argument(
+        "--mostErrors", dest="most_errors", type=float,
+        help="leave out sentences of which more than this share of words is misheard from espeak-ng itself",
+    )  # fmt: skip
     parser.add_argument("--temperatures", type=float, nargs="+", help="of the Talker; default: the voice's own")
     parser.add_argument("--subtalkerTemperatures", dest="subtalker_temperatures", type=float, nargs="+")
     parser.add_argument("--wavs", type=int, default=5, help="sentences that are written as wavs")
@@ -150,6 +154,16 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     texts = held_out_texts(args.work, args.part, args.count)
     recogniser, espeak = Recogniser(), Espeak()
+    original = [espeak.say(text.said).samples.astype(np.float32) / 32768 for text in texts]
+    if args.most_errors is not None:
+        kept = [
+            place
+            for place, (errors, words) in enumerate(
+                word_errors(text.said, recogniser.hear(wave)) for text, wave in zip(texts, original, strict=True)
+            )
+            if errors <= args.most_errors * words
+        ]
+        texts, original = [texts[place] for place in kept], [original[place] for place in kept]
     result: dict[str, Any] = {"sentences": [text.said for text in texts]}
 
     def listen(name: str, waves: list[Wave]) -> list[Wave]:
@@ -158,7 +172,6 @@ def main() -> None:
         print(f"{name}: word error rate {100 * rate:.1f} % ({100 * low:.0f} to {100 * high:.0f})", flush=True)
         return waves
 
-    original = [espeak.say(text.said).samples.astype(np.float32) / 32768 for text in texts]
     spoken = {"espeak-ng": listen("espeak-ng", original)}
     with TemporaryDirectory() as temporary:
         model = open_checkpoint(args.checkpoint, Path(temporary) / "engines")
