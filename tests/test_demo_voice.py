@@ -169,7 +169,7 @@ def test_held_out_texts_have_no_digits_and_know_their_codes(model: Qwen3TTS, wor
     own = listen.real_codes(work, text)
     assert own.tolist() == codes[lengths[:3].sum() : lengths[:4].sum()].tolist()
     # Its own seed was its place, so what is drawn along its real codes is what was spoken.
-    assert listen.completed(model, text, own).tolist() == own.tolist()
+    assert listen.completed(model, text, own, None).tolist() == own.tolist()
 
 
 def test_a_spectrogram_shows_a_tone_where_it_is() -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 from speech import FRAME, RATE, Espeak, resampled
 
 from trt_cpspec import Qwen3TTS
-from trt_cpspec.config import SamplingParams
 from trt_cpspec.outputs import write_wav
 
 Wave = NDArray[np.float32]
@@ -95,10 +95,12 @@ def real_codes(work: Path, text: Text) -> NDArray[np.int32]:
     return np.array(codes[end - lengths[text.place] : end], np.int32)
 
 
-def completed(model: Qwen3TTS, text: Text, codes: NDArray[np.int32]) -> NDArray[np.int32]:
+def completed(model: Qwen3TTS, text: Text, codes: NDArray[np.int32], temperature: float | None) -> NDArray[np.int32]:
     """Return the codes with all but the first of each frame drawn anew by the CodePredictor, along real speech."""
     hidden = forced_states(model, text.said, codes).talker_hidden
-    params = SamplingParams(temperature=0.9, top_k=50, top_p=1.0)
+    params = model.talker.spec.defaults.subtalker
+    if temperature is not None:
+        params = replace(params, temperature=temperature)
     found = [
         model.predictor.decode_frame(
             hidden[frame : frame + 1], codes[frame : frame + 1, 0], params=params, seeds=[text.place], frames=[frame]
@@ -177,10 +179,11 @@ def main() -> None:
         model = open_checkpoint(args.checkpoint, Path(temporary) / "engines")
         codes = [real_codes(args.work, text) for text in texts]
         spoken["codec"] = listen("codec", [model.codec.decode(part) for part in codes])
-        drawn = [completed(model, text, part) for text, part in zip(texts, codes, strict=True)]
-        spoken["codec, drawn"] = listen("codec, codes 1 to 15 drawn", [model.codec.decode(part) for part in drawn])
-        for talker in args.temperatures or [None]:
-            for subtalker in args.subtalker_temperatures or [None]:
+        for subtalker in args.subtalker_temperatures or [None]:
+            drawn = [completed(model, text, part, subtalker) for text, part in zip(texts, codes, strict=True)]
+            name = "codec, codes 1 to 15 drawn" + (f" at {subtalker}" if subtalker is not None else "")
+            spoken[name] = listen(name, [model.codec.decode(part) for part in drawn])
+            for talker in args.temperatures or [None]:
                 given = {"talker_temperature": talker, "subtalker_temperature": subtalker}
                 options = {name: value for name, value in given.items() if value is not None}
                 name = ", ".join(["voice", *(f"{name} {value}" for name, value in options.items())])

@@ -1,4 +1,4 @@
-"""Stages 2 to 4 in one command, on a machine with a GPU and without a network: speech, codec, codes, Talker.
+"""Stages 2 to 5 in one command, on a machine with a GPU and without a network: speech, codec, codes, Talker, decoder.
 
 Every stage has a schedule of so many seconds, over all calls. A call stops in time for ``--budget`` and goes on where
 the last one stopped; what is there is packed into ``--output`` after every stage, as three files of less than 15 MB. To
@@ -21,7 +21,8 @@ import speech
 
 RESERVE_SECONDS = 15.0
 """Kept back at the end of a call, to save and pack."""
-_FACTS = ("frames.npy", "places.npy", "phones.json", "codec.json", "talker.json", "look_ahead.json", "*_log.jsonl")
+_STAGES = ("codec", "talker", "look_ahead", "decoder")
+_FACTS = ("frames.npy", "places.npy", "phones.json", *(f"{stage}.json" for stage in _STAGES), "*_log.jsonl")
 _FACTS_FILE = "facts.tar.gz"
 _ALONE = ("codes.npy", "talker-0.safetensors")
 """Files that are packed by themselves."""
@@ -64,11 +65,13 @@ def run(args: argparse.Namespace) -> None:
     def left(schedule: float) -> float:
         return max(0.0, min(schedule, deadline - time.perf_counter()))
 
-    if not (work / "codes.npy").is_file() and not (work / "speech.npy").is_file():
+    wanted = not (work / "codes.npy").is_file() or args.decoder > 0
+    if wanted and not (work / "speech.npy").is_file():
         started = time.perf_counter()
         hours = speech.speak_corpus(work, args.processes)
         print(f"{hours:.2f} hours of speech in {time.perf_counter() - started:.0f} s", flush=True)
     import codec  # noqa: PLC0415
+    import decoder  # noqa: PLC0415
     import talker  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
@@ -102,6 +105,14 @@ def run(args: argparse.Namespace) -> None:
             eager=args.eager,
         )  # fmt: skip
         after(name, started)
+    started = time.perf_counter()
+    if left(args.decoder) > 0:
+        decoder.train(
+            work, schedule=args.decoder, limit=left(args.decoder), batch=args.codec_batch, frames=args.codec_frames,
+            judged=args.judged, peak=args.decoder_lr, temperature=args.drawn_at, rows=args.rows, seed=args.seed,
+            fused=args.fused, eager=args.eager,
+        )  # fmt: skip
+        after("decoder", started)
 
 
 def main() -> None:
@@ -114,6 +125,9 @@ def main() -> None:
     parser.add_argument("--talker", type=float, default=220, help="seconds of the Talker's schedule")
     parser.add_argument("--rehearseFrom", dest="rehearse_from", type=float, default=0.5, help="see talker.py")
     parser.add_argument("--lookAhead", dest="look_ahead", type=float, default=0, help="seconds; 0 leaves it out")
+    parser.add_argument("--decoder", type=float, default=0, help="seconds of decoder.py; 0 leaves it out")
+    parser.add_argument("--decoderRate", dest="decoder_lr", type=float, default=5e-4)
+    parser.add_argument("--drawnAt", dest="drawn_at", type=float, default=0.6, help="temperature, see decoder.py")
     parser.add_argument("--codecBatch", dest="codec_batch", type=int, default=64)
     parser.add_argument("--codecFrames", dest="codec_frames", type=int, default=20)
     parser.add_argument("--judged", type=int, default=8, help="see codec.py")
