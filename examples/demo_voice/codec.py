@@ -128,11 +128,11 @@ class Pieces:
 class Weights(NamedTuple):
     """What differs between codecs: weights of losses, and how many codes a piece keeps."""
 
-    phones: float = 0.5
+    phones: float = 1.5
     spectral: float = 0.3
-    whole: float = 0.2
+    whole: float = 0.1
     """Share of the pieces that keep all codes."""
-    shallow: float = 0.7
+    shallow: float = 0.5
     """Of the others: the chance to keep k codes is about this to the power of k."""
 
 
