@@ -158,6 +158,18 @@ def test_word_errors(said: str, heard: str, errors: int) -> None:
     assert listen.word_errors(said, heard) == (errors, len(said.split()))
 
 
+def test_a_score_compares_two_hearings_sentence_by_sentence() -> None:
+    said = ["one two three four"] * 40
+    heard = [*["one two three"] * 20, *["one"] * 20]  # 1 and 3 words of 4 are lost
+    found = listen.score(said, heard, ["one two"] * 40)
+    assert (found["word_error_rate"], found["more"], found["words"]) == (0.5, 0.0, 160)
+    spread = 1.96 * 0.25 / 40**0.5
+    for name, middle in (("interval", 0.5), ("more_interval", 0.0)):
+        assert found[name] == pytest.approx([middle - spread, middle + spread], abs=0.02)
+    alike = listen.score(said, heard, heard)
+    assert (alike["more"], alike["more_interval"]) == (0.0, [0.0, 0.0])
+
+
 def test_held_out_texts_have_no_digits_and_know_their_codes(model: Qwen3TTS, work: Path, tmp_path: Path) -> None:
     sets = {"train": ["a", "b"], "dev": ["Call 5.", "Good."], "test": ["c", "9", "d"]}
     (tmp_path / "corpus.json").write_text(json.dumps(sets))
