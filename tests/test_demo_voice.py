@@ -158,6 +158,18 @@ def test_word_errors(said: str, heard: str, errors: int) -> None:
     assert listen.word_errors(said, heard) == (errors, len(said.split()))
 
 
+def test_a_score_compares_two_hearings_sentence_by_sentence() -> None:
+    said = ["one two three four"] * 40
+    heard = [*["one two three"] * 20, *["one"] * 20]  # 1 and 3 words of 4 are lost
+    found = listen.score(said, heard, ["one two"] * 40)
+    assert (found["word_error_rate"], found["more"], found["words"]) == (0.5, 0.0, 160)
+    spread = 1.96 * 0.25 / 40**0.5
+    for name, middle in (("interval", 0.5), ("more_interval", 0.0)):
+        assert found[name] == pytest.approx([middle - spread, middle + spread], abs=0.02)
+    alike = listen.score(said, heard, heard)
+    assert (alike["more"], alike["more_interval"]) == (0.0, [0.0, 0.0])
+
+
 def test_held_out_texts_have_no_digits_and_know_their_codes(model: Qwen3TTS, work: Path, tmp_path: Path) -> None:
     sets = {"train": ["a", "b"], "dev": ["Call 5.", "Good."], "test": ["c", "9", "d"]}
     (tmp_path / "corpus.json").write_text(json.dumps(sets))
@@ -169,7 +181,7 @@ def test_held_out_texts_have_no_digits_and_know_their_codes(model: Qwen3TTS, wor
     own = listen.real_codes(work, text)
     assert own.tolist() == codes[lengths[:3].sum() : lengths[:4].sum()].tolist()
     # Its own seed was its place, so what is drawn along its real codes is what was spoken.
-    assert listen.completed(model, text, own).tolist() == own.tolist()
+    assert listen.completed(model, text, own, None).tolist() == own.tolist()
 
 
 def test_a_spectrogram_shows_a_tone_where_it_is() -> None:
@@ -212,6 +224,19 @@ def test_frames_know_their_letters() -> None:
     assert places[0].tolist() == [0, 3, 0]
     assert places[6].tolist() == [4, 9, 8]
     assert places[2, 2] == 4
+
+
+def test_parts_of_frames_know_their_phonemes() -> None:
+    # "t" from 0.025 s, "oU" with its stress from 0.085 s, a pause from 0.165 s, "n" from 0.205 s to the end at 0.245 s.
+    heard = [(b"t", 0.005), (b"'oU", 0.065), (b"_:", 0.145), (b"n", 0.185)]
+    phones = speech._phones(heard, 0.02, 0.245, 4)
+    assert phones.tolist() == [
+        [b"", b"t", b"t", b"t"],  # middles at 0.01, 0.03, 0.05, ...
+        [b"oU", b"oU", b"oU", b"oU"],
+        [b"", b"", b"n", b"n"],
+        [b"", b"", b"", b""],
+    ]
+    assert speech._phones([], 0.0, 0.0, 1).tolist() == [[b""] * 4]
 
 
 @pytest.fixture

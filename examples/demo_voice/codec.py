@@ -1,33 +1,52 @@
 """Stage 3: train the codec on random pieces of the speech, then turn all speech into codes.
 
-Losses: log-mel bands and magnitudes of spectra at several resolutions (no phase, no adversary), and the commitment of
-the latents to their codes. For the first part of the schedule nothing is quantized; then k-means makes the codebooks,
-and moving averages keep them; a code that falls out of use starts anew. A quarter of the pieces keeps only some of
-their codes, so the first codes carry most.
+The first code is to tell what is said, as in the released codec: a small classifier, which is not exported, hears
+nothing but the first code of a frame and names the phoneme of each of its four parts. The other losses are spectral:
+log-mel bands as a recogniser hears them, finer ones, and magnitudes with a small weight; no phase, no adversary; and
+the commitment of the latents to their codes. For the first part of the schedule nothing is quantized; then k-means
+makes the codebooks, and moving averages keep them; a code that falls out of use starts anew. Most pieces keep only
+their first codes, so these carry nearly all, and a deep one that is drawn wrongly does little harm.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from layers import QUIET, Decoder, Encoder, Mel, Quantizer, magnitudes, read_codec_config
-from speech import FRAME
+from layers import QUIET, Decoder, Encoder, Listener, Mel, Quantizer, Snake, magnitudes, read_codec_config, snake
+from speech import FRAME, PARTS
 from torch import Tensor, nn
-from training import Clock, Log, learning_rate, load_state, load_weights, pick_device, save_state
+from training import (
+    Clock,
+    Log,
+    Replayed,
+    adam,
+    descend,
+    learning_rate,
+    load_state,
+    load_weights,
+    pick_device,
+    save_state,
+    set_rate,
+)
 
 UNQUANTIZED = 0.1
 """Share of the schedule without quantization."""
 
 KMEANS_LATENTS = 16384
 
+LEAD_FRAMES = 2
+"""Frames of a piece that are made and not judged: the last convolutions hear silence before them."""
+
 
 class Codec(nn.Module):
-    """Encoder and decoder."""
+    """Encoder, decoder, and the classifier that teaches the first code."""
 
     def __init__(self, work: Path) -> None:
         super().__init__()
@@ -35,6 +54,8 @@ class Codec(nn.Module):
         self.groups: int = config["num_quantizers"]
         self.encoder = Encoder(config["codebook_dim"])
         self.decoder = Decoder(config)
+        names = json.loads((work / "phones.json").read_text(encoding="utf-8"))
+        self.listener = Listener(config["codebook_dim"], len(names), PARTS)
 
     def codes(self, wave: Tensor) -> Tensor:
         """Return codes ``[B, T, G]`` of waveforms ``[B, T * 1920]``."""
@@ -44,27 +65,22 @@ class Codec(nn.Module):
 
 
 class SpectralLoss(nn.Module):
-    """Distance of two waveforms in magnitudes, logarithmic and plain, and in log-mel bands."""
+    """Distance of two waveforms in log-mel bands, and in magnitudes, logarithmic and plain."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes = (2048, 1024, 512, 256)
-        for size in self.sizes:
-            self.register_buffer(f"window_{size}", torch.hann_window(size))
-        self.mels = nn.ModuleList((Mel(2048, 512, 128), Mel(1024, 256, 80), Mel(512, 128, 64)))
+        self.heard = Mel(600, 240, 64, 8000)  # windows and steps of recognisers: 25 and 10 ms
+        self.mels = nn.ModuleList((Mel(2048, 512, 128), Mel(512, 128, 64)))
+        self.register_buffer("window", torch.hann_window(1024), persistent=False)
 
-    def forward(self, made: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of magnitudes, and that of bands."""
-        spectral = made.new_zeros(())
-        for size in self.sizes:
-            window = getattr(self, f"window_{size}")
-            ours, theirs = (magnitudes(wave, size, size // 4, window) for wave in (made, wanted))
-            spectral = spectral + F.l1_loss((ours + QUIET).log(), (theirs + QUIET).log())
-            spectral = spectral + (ours - theirs).norm() / theirs.norm().clamp(min=1e-3)
-        bands = made.new_zeros(())
-        for mel in self.mels:
-            bands = bands + F.l1_loss(mel(made), mel(wanted))
-        return spectral / len(self.sizes), bands / len(self.mels)
+    def forward(self, made: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of what a recogniser hears, that of other bands, and that of magnitudes."""
+        heard = F.l1_loss(self.heard(made), self.heard(wanted))
+        bands = torch.stack([F.l1_loss(mel(made), mel(wanted)) for mel in self.mels]).mean()
+        ours, theirs = (magnitudes(wave, 1024, 256, self.window) for wave in (made, wanted))
+        spectral = F.l1_loss((ours + QUIET).log(), (theirs + QUIET).log())
+        spectral = spectral + (ours - theirs).norm() / theirs.norm().clamp(min=1e-3)
+        return heard, bands, spectral
 
 
 @torch.no_grad()
@@ -93,56 +109,94 @@ def _centres(books: list[nn.Module], vectors: Tensor, rounds: int) -> Tensor:
     return total
 
 
-def pieces_of(speech: Tensor, count: int, frames: int) -> Tensor:
-    """Return random pieces ``[count, frames * 1920]`` of all speech, in [-1, 1]."""
-    length = frames * FRAME
-    starts = torch.randint(len(speech) - length, (count, 1), device=speech.device)
-    return speech[starts + torch.arange(length, device=speech.device)].float() / 32768
+class Pieces:
+    """All speech and its phonemes, on the device."""
+
+    def __init__(self, work: Path, device: torch.device) -> None:
+        self.speech = torch.from_numpy(np.load(work / "speech.npy")).to(device)
+        self.phones = torch.from_numpy(np.load(work / "phones.npy")).flatten().to(device)
+
+    def draw(self, count: int, frames: int) -> tuple[Tensor, Tensor]:
+        """Return random pieces ``[count, frames * 1920]`` in [-1, 1], and phonemes ``[count, frames, 4]``."""
+        device, step = self.speech.device, FRAME // PARTS
+        starts = torch.randint(len(self.phones) - frames * PARTS, (count, 1), device=device)
+        wave = self.speech[starts * step + torch.arange(frames * FRAME, device=device)].float() / 32768
+        phones = self.phones[starts + torch.arange(frames * PARTS, device=device)].long()
+        return wave, phones.view(count, frames, PARTS)
 
 
-def train(work: Path, *, schedule: float, limit: float, batch: int, frames: int, peak: float, seed: int) -> None:
+class Weights(NamedTuple):
+    """What differs between codecs: weights of losses, and how many codes a piece keeps."""
+
+    phones: float = 1.5
+    spectral: float = 0.3
+    whole: float = 0.1
+    """Share of the pieces that keep all codes."""
+    shallow: float = 0.5
+    """Of the others: the chance to keep k codes is about this to the power of k."""
+
+
+def kept_codes(count: int, groups: int, weights: Weights, device: torch.device) -> Tensor:
+    """Draw how many codes each piece keeps, ``[count]``, 1 to G."""
+    chance = torch.rand(count, 2, device=device)
+    few = 1 + ((1 - chance[:, 0] * (1 - weights.shallow**groups)).log() / math.log(weights.shallow)).long()
+    return torch.where(chance[:, 1] < weights.whole, groups, few.clamp(1, groups))
+
+
+def train(
+    work: Path, *, schedule: float, limit: float, batch: int, frames: int, judged: int, peak: float, seed: int,
+    weights: Weights, fused: bool = False,
+) -> None:  # fmt: skip
     """Train until the schedule, or this call's time, is over."""
     device = pick_device()
+    if fused:
+        Snake.kernel = staticmethod(torch.compile(snake, dynamic=True))
     torch.manual_seed(seed)
     model, distance = Codec(work).to(device).train(), SpectralLoss().to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), peak, betas=(0.8, 0.99), weight_decay=0.0, fused=device.type == "cuda"
-    )
+    optimizer = adam(model.parameters(), device, betas=(0.8, 0.99), weight_decay=0.0)
     facts = load_state(work, "codec", model, optimizer)
     torch.manual_seed(seed + facts["steps"])
-    speech = torch.from_numpy(np.load(work / "speech.npy")).to(device)
+    pieces = Pieces(work, device)
     clock, log, steps = Clock(schedule, limit, facts["spent"]), Log(work / "codec_log.jsonl"), facts["steps"]
     quantized, begun = facts.get("quantized", False), steps
+
+    def do(quantized: bool) -> Tensor:
+        wave, phones = pieces.draw(batch, frames)
+        latents = model.encoder(wave)
+        flat = latents.flatten(0, 1)
+        if quantized:
+            kept = kept_codes(batch, model.groups, weights, device).repeat_interleave(frames)
+            _, flat, first, commitment = model.decoder.quantizer.quantize(flat, kept)
+        else:
+            books = model.decoder.quantizer.rvq_first
+            first, commitment = books.outward(books.inward(flat)), flat.new_zeros(())
+        said = model.listener(first)
+        told = F.cross_entropy(said.flatten(0, 1), phones.flatten())
+        right = (said.argmax(-1).flatten() == phones.flatten()).float().mean()
+        begins = torch.randint(frames - judged - LEAD_FRAMES + 1, (batch,), device=device)
+        made = model.decoder(flat.view_as(latents), begins, judged + LEAD_FRAMES)[:, LEAD_FRAMES * FRAME :]
+        places = (begins[:, None] + LEAD_FRAMES) * FRAME + torch.arange(judged * FRAME, device=device)
+        heard, bands, spectral = distance(made, wave.gather(1, places))
+        loss = 3 * heard + bands + weights.spectral * spectral + 0.5 * commitment + weights.phones * told
+        norm = descend(optimizer, loss, 5.0)
+        return torch.stack([heard, bands, spectral, commitment, told, right, norm]).detach()
+
+    step = Replayed(do, device)
     while not clock.over:
         if not quantized and clock.progress >= UNQUANTIZED:
             with torch.no_grad():
                 count = -(-KMEANS_LATENTS // (64 * frames))
-                latents = [model.encoder(pieces_of(speech, 64, frames)).flatten(0, 1) for _ in range(count)]
+                latents = [model.encoder(pieces.draw(64, frames)[0]).flatten(0, 1) for _ in range(count)]
             start_codebooks(model.decoder.quantizer, torch.cat(latents))
             quantized = True
         rate = learning_rate(peak, steps - begun, clock.progress)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        wave = pieces_of(speech, batch, frames)
-        latents = model.encoder(wave)
-        commitment = latents.new_zeros(())
-        if quantized:
-            kept = torch.randint(1, model.groups + 1, (batch,), device=device)
-            kept = torch.where(torch.rand(batch, device=device) < 0.25, kept, model.groups).repeat_interleave(frames)
-            result = model.decoder.quantizer.quantize(latents.flatten(0, 1), kept)
-            latents, commitment = result.latents.view_as(latents), result.loss
-        spectral, bands = distance(model.decoder(latents), wave)
-        loss = spectral + 2 * bands + 0.5 * commitment
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-        if norm.isfinite():
-            optimizer.step()
-        if steps % 50 == 0:
-            log.add(
-                stage="codec", step=steps, seconds=clock.spent, lr=rate, spectral=spectral.item(), bands=bands.item(),
-                commitment=commitment.item(), norm=norm.item(),
-            )  # fmt: skip
+        set_rate(optimizer, rate)
+        found = step(quantized)
+        if steps % 50 == 0:  # also keeps the clock true: until here nothing waits for the device
+            names = ("heard", "bands", "spectral", "commitment", "phones", "right", "norm")
+            values = dict(zip(names, found.tolist(), strict=True))
+            if steps % 200 == 0:
+                log.add(stage="codec", step=steps, seconds=clock.spent, lr=rate, **values)
         steps += 1
     facts = {"spent": clock.spent, "steps": steps, "quantized": quantized, "complete": clock.progress >= 1}
     save_state(work, "codec", model, optimizer, facts)
@@ -191,14 +245,20 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
     parser.add_argument("--schedule", type=float, required=True, help="seconds of the whole stage, over all calls")
     parser.add_argument("--timeLimit", dest="limit", type=float, help="seconds of this call; default: the schedule")
-    parser.add_argument("--batch", type=int, default=32, help="pieces a step")
+    parser.add_argument("--batch", type=int, default=64, help="pieces a step")
     parser.add_argument("--frames", type=int, default=20, help="frames a piece")
+    parser.add_argument("--judged", type=int, default=8, help="frames of a piece whose sound is judged")
+    parser.add_argument("--phones", type=float, default=Weights().phones, help="weight of the first code's teacher")
+    parser.add_argument("--whole", type=float, default=Weights().whole, help="see Weights")
+    parser.add_argument("--shallow", type=float, default=Weights().shallow, help="see Weights")
     parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--fused", action="store_true", help="compile the activation; needs a C compiler")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch=args.batch, frames=args.frames,
-        peak=args.lr, seed=args.seed,
+        judged=args.judged, peak=args.lr, seed=args.seed,
+        weights=Weights(phones=args.phones, whole=args.whole, shallow=args.shallow), fused=args.fused,
     )  # fmt: skip
     if complete(args.work):
         encode(args.work, batch=256)

@@ -1,4 +1,4 @@
-"""Stage 5: write the trained weights as a checkpoint in the official format, in FP16, and prove it.
+"""Stage 6: write the trained weights as a checkpoint in the official format, in FP16, and prove it.
 
 The proof builds engines from the checkpoint with ``trt_cpspec.builder`` and compares them with the model in torch, both
 with the rounded weights: Talker states of teacher-forced development texts, CodePredictor states of their frames, and
@@ -44,6 +44,7 @@ def export(work: Path, folder: Path, *, look_ahead: bool) -> None:
     codec = load_weights(work, "codec")
     # The encoder of the format serves voice clones alone; this one is another and stays behind.
     codec = {name: value for name, value in codec.items() if name.startswith("decoder.")}
+    codec |= {f"decoder.{name}": value for name, value in load_weights(work, "decoder").items()}
     for name in [name for name in codec if name.endswith("cluster_usage")]:
         sums = name.replace("cluster_usage", "embedding_sum")
         codec[sums] = codec[sums] / codec[name].clamp(min=1e-5)[:, None]

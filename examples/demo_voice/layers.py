@@ -42,8 +42,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, value: Tensor) -> Tensor:
-        wide = value.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return F.rms_norm(value.float(), self.weight.shape, self.weight, self.eps)
 
 
 def rotary(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -249,16 +248,24 @@ class CausalTransposed(nn.Module):
         return value[..., : -self.tail] if self.tail else value
 
 
+def snake(value: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return ``x + sin(x exp(alpha))^2 / exp(beta)`` of ``[B, C, T]``."""
+    wave = torch.sin(value * alpha.exp()[:, None])
+    return value + wave * wave / (beta.exp()[:, None] + 1e-9)
+
+
 class Snake(nn.Module):
-    """``x + sin(x exp(alpha))^2 / exp(beta)`` per channel."""
+    """:func:`snake` with an alpha and a beta for each channel."""
+
+    kernel = staticmethod(snake)
+    """Training may put a compiled one here: without, it moves the widest tensors of all some 40 times a step."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.alpha, self.beta = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, value: Tensor) -> Tensor:
-        wave = torch.sin(value * self.alpha.exp()[:, None])
-        return torch.addcmul(value, wave * (1 / (self.beta.exp() + 1e-9))[:, None], wave)
+        return Snake.kernel(value, self.alpha, self.beta)
 
 
 class _Scale(nn.Module):
@@ -361,10 +368,22 @@ class _DecoderBlock(nn.Module):
 
 
 class Quantized(NamedTuple):
-    """What the quantizer made of latents ``[n, codebook_dim]``: codes ``[n, G]``, latents again, and their loss."""
+    """What the quantizer made of latents ``[n, codebook_dim]``.
+
+    Attributes
+    ----------
+    codes : Tensor, [n, G]
+    latents : Tensor, [n, codebook_dim]
+        Of the codes that are kept.
+    first : Tensor, [n, codebook_dim]
+        The part that the first code tells.
+    loss : Tensor
+        The commitment of the latents to their codes.
+    """
 
     codes: Tensor
     latents: Tensor
+    first: Tensor
     loss: Tensor
 
 
@@ -409,6 +428,8 @@ class _Residual(nn.Module):
 
 
 DECAY, DEAD_USAGE = 0.98, 0.3
+DEEPER = 0.75
+"""Weight of a depth's commitment, of that of the one before it: the first ones are to leave little."""
 
 
 class Quantizer(nn.Module):
@@ -430,11 +451,12 @@ class Quantizer(nn.Module):
         rest = self.rvq_rest.outward(inward + (vectors - inward).detach())
         if kept is not None:
             rest = rest * (kept > 1)[:, None]
-        return Quantized(torch.cat([codes, more], 1), first + rest, first_loss + rest_loss)
+        return Quantized(torch.cat([codes, more], 1), first + rest, first, first_loss + rest_loss)
 
     def _search(self, inward: Tensor, books: list[_Codebook], kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         rest = inward.float()
         total, loss = torch.zeros_like(rest), rest.new_zeros(())
+        weights = [DEEPER**index for index in range(len(books))]
         found = []
         for index, book in enumerate(books):
             table = book.embedding_sum / book.cluster_usage.clamp(min=1e-5)[:, None]
@@ -444,7 +466,7 @@ class Quantizer(nn.Module):
                 vectors = table[codes]
                 if self.training:
                     _learn(book, rest, codes)
-            loss = loss + F.mse_loss(rest, vectors) / len(books)
+            loss = loss + F.mse_loss(rest, vectors) * (weights[index] / sum(weights))
             found.append(codes)
             used = vectors if kept is None else vectors * (index < kept)[:, None]
             total = total + used
@@ -465,7 +487,7 @@ class Quantizer(nn.Module):
 def _learn(book: _Codebook, vectors: Tensor, codes: Tensor) -> None:
     """Move a codebook's averages; a code that is hardly used starts anew at a vector of the batch."""
     size = len(book.cluster_usage)
-    counts = torch.bincount(codes, minlength=size).float()
+    counts = vectors.new_zeros(size).index_add_(0, codes, torch.ones_like(vectors[:, 0]))
     sums = torch.zeros_like(book.embedding_sum).index_add_(0, codes, vectors)
     book.cluster_usage.mul_(DECAY).add_(counts, alpha=1 - DECAY)
     book.embedding_sum.mul_(DECAY).add_(sums, alpha=1 - DECAY)
@@ -493,12 +515,34 @@ class Decoder(nn.Module):
         last = dim >> len(rates)
         self.decoder = nn.Sequential(CausalConv(latent, dim, 7), *blocks, Snake(last), CausalConv(last, 1, 7))
 
-    def forward(self, latents: Tensor) -> Tensor:
-        """Return waveforms ``[B, T * 1920]`` of latents ``[B, T, codebook_dim]``."""
+    def forward(self, latents: Tensor, begins: Tensor | None = None, frames: int = 0) -> Tensor:
+        """Return waveforms ``[B, T * 1920]`` of latents ``[B, T, codebook_dim]``.
+
+        With ``begins`` ``[B]``, only ``frames`` frames of each from there on, with silence before them for the last
+        convolutions.
+        """
+        length = latents.shape[1]
         value = self.pre_transformer(self.pre_conv(latents.transpose(1, 2)).transpose(1, 2)).transpose(1, 2)
         for stretch, block in self.upsample:
             value = block(stretch(value))
+        if begins is not None:
+            rate = value.shape[2] // length
+            places = begins[:, None] * rate + torch.arange(frames * rate, device=value.device)
+            value = value.gather(2, places[:, None].expand(-1, value.shape[1], -1))
         return self.decoder(value)[:, 0]
+
+
+class Listener(nn.Module):
+    """Tells the phonemes of a frame's parts from what the first code says of it. Not exported."""
+
+    def __init__(self, codebook_dim: int, phones: int, parts: int = 4, width: int = 256) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(codebook_dim, width), nn.Linear(width, parts * phones)
+        self.parts = parts
+
+    def forward(self, first: Tensor) -> Tensor:
+        """Return logits ``[n, parts, phones]`` of ``[n, codebook_dim]``."""
+        return self.leave(F.gelu(self.enter(first))).unflatten(-1, (self.parts, -1))
 
 
 class Encoder(nn.Module):
@@ -525,13 +569,13 @@ QUIET = 0.01
 
 
 class Mel(nn.Module):
-    """Log-mel bands ``[B, bands, n / hop]`` of waveforms ``[B, n]``."""
+    """Log-mel bands ``[B, bands, n / hop]`` up to a frequency, of waveforms ``[B, n]``."""
 
-    def __init__(self, size: int, hop: int, bands: int, rate: int = 24000) -> None:
+    def __init__(self, size: int, hop: int, bands: int, highest: float = 12000, rate: int = 24000) -> None:
         super().__init__()
         self.size, self.hop = size, hop
         self.register_buffer("window", torch.hann_window(size), persistent=False)
-        top = 2595 * math.log10(1 + rate / 2 / 700)
+        top = 2595 * math.log10(1 + highest / 700)
         edges = 700 * (10 ** (torch.linspace(0, top, bands + 2) / 2595) - 1) / (rate / 2) * (size // 2)
         places = torch.arange(size // 2 + 1)[:, None]
         rising = (places - edges[:-2]) / (edges[1:-1] - edges[:-2])

@@ -1,4 +1,4 @@
-"""Stage 2: espeak-ng speaks the texts: 24 kHz mono, and for each frame of 80 ms where in its text it is.
+"""Stage 2: espeak-ng speaks the texts: 24 kHz mono, and for each frame of 80 ms where in its text it is and its sounds.
 
 ``libespeak-ng`` is taken from the PyPI package ``espeakng-loader`` where that is installed, else from the system
 (Debian: ``apt-get install espeak-ng``). It speaks some thousand times faster than real time on one core.
@@ -23,13 +23,16 @@ from numpy.typing import NDArray
 RATE = 24000
 FRAME = 1920
 """Samples of a frame: 80 ms."""
+PARTS = 4
+"""Parts of a frame, 20 ms each, whose phonemes are known."""
 
 VOICE, SPEED, PITCH = "en-us+f2", 140, 40
 """Of the voices tried, the one that pocketsphinx understands best."""
 
 _LEAD_SECONDS, _TAIL_SECONDS, _PEAK = 0.04, 0.12, 0.5
-_SYNCHRONOUS, _CHARACTERS, _UTF8 = 2, 1, 1
-_SPEED_PARAMETER, _PITCH_PARAMETER, _WORD_EVENT, _END_EVENT = 1, 3, 1, 0
+_SYNCHRONOUS, _PHONEME_EVENTS, _CHARACTERS, _UTF8 = 2, 1, 1, 1
+_SPEED_PARAMETER, _PITCH_PARAMETER = 1, 3
+_END_EVENT, _WORD_EVENT, _PHONEME_EVENT = 0, 1, 7
 
 
 class _Event(ctypes.Structure):
@@ -52,10 +55,13 @@ class Spoken(NamedTuple):
     places : ndarray, shape [F, 3], int16
         For each frame the characters of its word, first and behind the last, and the character that is spoken in the
         frame's middle if the letters of a word take the same time each; -1 in silence.
+    phones : ndarray, shape [F, 4], S8
+        espeak-ng's name of the phoneme in the middle of each 20 ms, without its stress; empty in silence.
     """
 
     samples: NDArray[np.int16]
     places: NDArray[np.int16]
+    phones: NDArray[np.bytes_]
 
 
 class Espeak:
@@ -64,11 +70,12 @@ class Espeak:
     def __init__(self) -> None:
         path, data = _library()
         self._library = ctypes.CDLL(path)
-        self._rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data, 0)
+        self._rate = self._library.espeak_Initialize(_SYNCHRONOUS, 0, data, _PHONEME_EVENTS)
         if self._rate <= 0:
             raise RuntimeError(f"espeak-ng ({path}) did not start")
         self._blocks: list[NDArray[np.int16]] = []
         self._words: list[tuple[int, int, float]] = []
+        self._phones: list[tuple[bytes, float]] = []
         self._callback = _CALLBACK(self._receive)  # kept: the library holds its address
         self._library.espeak_SetSynthCallback(self._callback)
         if self._library.espeak_SetVoiceByName(VOICE.encode()) != 0:
@@ -91,6 +98,8 @@ class Espeak:
             event = events[index]
             if event.type == _WORD_EVENT:
                 self._words.append((event.text_position - 1, event.length, event.audio_position / 1000))
+            elif event.type == _PHONEME_EVENT:
+                self._phones.append((bytes(event.id), event.audio_position / 1000))
             index += 1
         return 0
 
@@ -99,6 +108,7 @@ class Espeak:
         self._seed()
         self._blocks.clear()
         self._words.clear()
+        self._phones.clear()
         encoded = text.encode() + b"\0"
         self._library.espeak_Synth(
             ctypes.c_char_p(encoded), ctypes.c_size_t(len(encoded)), 0, _CHARACTERS, 0, _UTF8, None, None
@@ -114,7 +124,8 @@ class Espeak:
         samples = np.zeros(frames * FRAME, np.int16)
         samples[lead : lead + len(wave)] = np.round(wave)
         shift = _LEAD_SECONDS - first / self._rate
-        return Spoken(samples, _places(self._words, shift, (lead + len(wave)) / RATE, frames))
+        end = (lead + len(wave)) / RATE
+        return Spoken(samples, _places(self._words, shift, end, frames), _phones(self._phones, shift, end, frames))
 
 
 def _places(words: Sequence[tuple[int, int, float]], shift: float, end: float, frames: int) -> NDArray[np.int16]:
@@ -127,6 +138,14 @@ def _places(words: Sequence[tuple[int, int, float]], shift: float, end: float, f
         places[inside, 0], places[inside, 1] = start, start + length
         places[inside, 2] = start + np.minimum((share * length).astype(int), length - 1)
     return places
+
+
+def _phones(phones: Sequence[tuple[bytes, float]], shift: float, end: float, frames: int) -> NDArray[np.bytes_]:
+    middles = (np.arange(frames * PARTS) + 0.5) * FRAME / PARTS / RATE
+    names = np.array([b"", *(name.lstrip(b"',%=") for name, _ in phones)], "S8")
+    names[np.char.startswith(names, b"_")] = b""
+    found = names[np.searchsorted([begin + shift for _, begin in phones], middles, "right")]
+    return np.where(middles < end, found, b"").astype("S8").reshape(frames, PARTS)
 
 
 def resampled(wave: NDArray[np.float64], given: int, wanted: int) -> NDArray[np.float64]:
@@ -159,7 +178,11 @@ def _say_all(texts: Sequence[str]) -> list[Spoken]:
 
 
 def speak_corpus(work: Path, processes: int) -> float:
-    """Write ``speech.npy`` (all samples), ``places.npy`` and ``frames.npy`` (frames of each text); return the hours."""
+    """Write the speech of all texts, one behind the other, and return its hours.
+
+    ``speech.npy`` has the samples, ``frames.npy`` the frames of each text, ``places.npy`` the places in the text,
+    ``phones.npy`` the phonemes as places in the list of names ``phones.json``, whose first is silence.
+    """
     sets: dict[str, list[str]] = json.loads((work / "corpus.json").read_text(encoding="utf-8"))
     texts = [*sets["train"], *sets["dev"], *sets["test"]]
     parts = [texts[place : place + 100] for place in range(0, len(texts), 100)]
@@ -170,6 +193,10 @@ def speak_corpus(work: Path, processes: int) -> float:
     if (work / "codes.npy").is_file() and not np.array_equal(frames, np.load(work / "frames.npy")):
         raise SystemExit(f"{work} holds codes of other speech than espeak-ng makes here: use another folder")
     np.save(work / "places.npy", np.concatenate([item.places for item in spoken]))
+    phones = np.concatenate([item.phones for item in spoken])
+    names, numbers = np.unique(phones, return_inverse=True)  # sorted: silence, the empty name, comes first
+    np.save(work / "phones.npy", numbers.reshape(phones.shape).astype(np.uint8))
+    (work / "phones.json").write_text(json.dumps([name.decode() for name in names]) + "\n", encoding="utf-8")
     np.save(work / "frames.npy", frames)
     np.save(work / "speech.npy", np.concatenate([item.samples for item in spoken]))
     return sum(len(item.samples) for item in spoken) / RATE / 3600

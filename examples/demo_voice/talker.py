@@ -4,8 +4,9 @@ The loss is the reference's: cross-entropy of the first code, and 0.3 times that
 on its own position. Nothing trains a later head to look ahead. The Talker alone has a teacher beside that: two of its
 attention heads are asked to look at the letters that are being spoken, which espeak-ng's word events tell.
 
-``--rehearsal`` is a stage behind that: it goes on with the same losses, but half of what the Talker hears was drawn by
-the model itself, so that it finds its way from there.
+What the Talker hears is never quite what was spoken, since later it hears what it drew. In most frames all but the
+first few codes are those of another frame with the same first code, so it learns to do without them. Some first codes
+are wrong; from ``--rehearseFrom`` of the schedule on half of them are what the Talker itself draws there.
 
 ``--lookAhead`` is another stage, for comparison only: it trains a copy of the CodePredictor with a loss that does train
 the later heads to look ahead, and saves that under its own name.
@@ -22,20 +23,38 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from layers import Talker, read_config
-from torch import Tensor, nn
-from training import Clock, Log, learning_rate, load_state, load_weights, pick_device, save_state
+from torch import Tensor
+from training import (
+    Clock,
+    Log,
+    Replayed,
+    adam,
+    descend,
+    learning_rate,
+    load_state,
+    load_weights,
+    pick_device,
+    save_state,
+    set_rate,
+)
 
 SUB_TALKER_WEIGHT = 0.3
 WATCHED_LAYER, WATCHED_HEADS, WATCH_WEIGHT = 1, 2, 0.2
-CORRUPTED = 0.06
-"""Chance of a code that the Talker hears to be another one: what it samples later is not always right either."""
+CUTS = {1: 0.4, 2: 0.2, 3: 0.15, 4: 0.1, 16: 0.15}
+"""Codes of a frame that the Talker hears as they were spoken, and how often."""
+WRONG = 0.1
+"""Share of the frames whose first code is another one's, a neighbour's or any."""
 REHEARSED = 0.5
-"""Share of the frames that the Talker hears with codes of its own drawing, in the stage for that."""
+"""Share of the frames whose first code the Talker draws, when it rehearses; most of them come out right."""
+EXAMINED = {"": (1.0, 0.0), "_deep_redrawn": (0.0, 0.0), "_all_redrawn": (0.0, 1.0)}
+"""What is heard along development texts: share of the frames heard as spoken, and of first codes drawn."""
 MOST_ROWS = 208
 """Rows of the longest utterance that is trained on."""
 LOOK_AHEAD = 7
+SHARE = 0.2
+"""Frames that the CodePredictor is trained on in a step, for each row of the Talker; about a third of all."""
 
-Stage = Literal["talker", "rehearsal", "look_ahead"]
+Stage = Literal["talker", "look_ahead"]
 
 
 class Prefix(NamedTuple):
@@ -106,6 +125,9 @@ class Corpus:
         self.layout, self.device = layout, device
         self.fold = torch.from_numpy(stored["fold"]).to(device)
         self.codes = torch.from_numpy(codes.astype(np.int16)).to(device)
+        self.by_first = torch.argsort(self.codes[:, 0], stable=True)
+        counts = torch.bincount(self.codes[:, 0].long(), minlength=256)
+        self.first_begins, self.first_counts = counts.cumsum(0) - counts, counts
         self.frames, self.letters = frames.astype(np.int64), stored["lengths"].astype(np.int64)
         ends = np.cumsum(self.letters)
         self.tokens = torch.from_numpy(stored["tokens"].astype(np.int64)).to(device)
@@ -126,6 +148,12 @@ class Corpus:
             found = np.stack([np.stack([np.maximum(low, 0), np.maximum(high, low + 1)], 1), around], 1)
             spans[inside] = np.where((first >= 0)[:, None, None], found, -1)
         return spans
+
+    def peers(self, first: Tensor) -> Tensor:
+        """Return the codes ``[..., G]`` of any frames that have these first codes ``[...]``."""
+        pick = (torch.rand(first.shape, device=first.device) * self.first_counts[first]).long()
+        frames = self.by_first[(self.first_begins[first] + pick).clamp(max=len(self.codes) - 1)]
+        return self.codes[frames].long()
 
     def batch(self, chosen: np.ndarray, *, language: bool, length: int) -> Batch:
         """Return the rows of utterances, padded to a length."""
@@ -173,7 +201,7 @@ class Losses(NamedTuple):
 
 
 def run(
-    model: Talker, corpus: Corpus, batch: Batch, *, corrupted: float, rehearsed: float = 0.0, share: float = 1.0
+    model: Talker, corpus: Corpus, batch: Batch, codes: Tensor, *, share: float | None = None
 ) -> tuple[Losses, Tensor, Tensor]:
     """Return the losses of a batch, and of its frames the Talker's states ``[n, H]`` and codes ``[n, G]``.
 
@@ -182,35 +210,33 @@ def run(
     model : Talker
     corpus : Corpus
     batch : Batch
-    corrupted : float
-        Chance of a code that the Talker hears to be any other.
-    rehearsed : float
-        Share of the frames that the Talker hears with codes of its own drawing, see :func:`rehearse`.
-    share : float
-        Share of the frames that the CodePredictor is trained on.
+    codes : Tensor, [B, T, G]
+        What the Talker hears.
+    share : float, optional
+        The CodePredictor is trained on so many frames for each row, where there are as many; default: on all frames.
     """
-    codes = corpus.codes[batch.frame.clamp(min=0)].long()
-    if rehearsed:
-        codes = rehearse(model, corpus, batch, codes, rehearsed)
-    if corrupted:
-        others = torch.randint_like(codes, 256)
-        codes = torch.where(torch.rand(codes.shape, device=codes.device) < corrupted, others, codes)
     hidden, shares = model.model.run(input_rows(model, batch, codes), WATCHED_LAYER, WATCHED_HEADS)
-    flat = batch.target.flatten()
-    asked = torch.nonzero(flat != -1)[:, 0]
-    states, wanted = hidden.flatten(0, 1)[asked], flat[asked]
-    is_frame = torch.nonzero(wanted >= 0)[:, 0]
+    wanted = batch.target.flatten()
+    asked = wanted != -1
     own = corpus.codes[wanted.clamp(min=0)].long()
     first_wanted = torch.where(wanted >= 0, own[:, 0], corpus.layout.codec_eos)
+    states = hidden.flatten(0, 1)
     logits = model.codec_head(states).float()
-    first = F.cross_entropy(logits, first_wanted)
-    right = (logits.argmax(-1) == first_wanted).float().mean()
-    if share < 1:
-        is_frame = is_frame[torch.rand(len(is_frame), device=flat.device) < share]
-    states, own = states[is_frame], own[is_frame]
-    depths = depth_losses(model, states, own)
+    first = _mean(F.cross_entropy(logits, first_wanted, reduction="none"), asked)
+    right = _mean((logits.argmax(-1) == first_wanted).float(), asked)
+    if share is None:
+        kept = torch.nonzero(wanted >= 0)[:, 0]
+    else:  # of a fixed number, for the graph; rows without a frame come last
+        kept = (torch.rand(wanted.shape, device=wanted.device) + (wanted >= 0)).topk(int(share * len(wanted))).indices
+    states, own = states[kept], own[kept]
+    depths = depth_losses(model, states, own, wanted[kept] >= 0)
     assert shares is not None
     return Losses(first, depths, _watch_loss(shares, batch.spans), right), states, own
+
+
+def _mean(values: Tensor, told: Tensor) -> Tensor:
+    """Return the mean over the last axis of those that are told."""
+    return (values * told).sum(-1) / told.sum().clamp(min=1)
 
 
 def input_rows(model: Talker, batch: Batch, codes: Tensor) -> Tensor:
@@ -221,27 +247,50 @@ def input_rows(model: Talker, batch: Batch, codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rehearse(model: Talker, corpus: Corpus, batch: Batch, codes: Tensor, share: float) -> Tensor:
-    """Return codes ``[B, T, G]`` of which a share of the frames is drawn from the model's own laws.
+def spoiled(
+    model: Talker, corpus: Corpus, batch: Batch, *, rehearsed: float, wrong: float = WRONG, whole: float | None = None
+) -> Tensor:
+    """Return what the Talker hears of a batch, ``[B, T, G]``.
 
-    The laws are those along the real codes, at temperature 1, so one pass gives all of them. Half of the drawn frames
-    keep their first code. When it speaks, the Talker hears what it drew, which is never quite what it was trained on.
+    Parameters
+    ----------
+    model : Talker
+    corpus : Corpus
+    batch : Batch
+    rehearsed : float
+        Share of the first codes that the Talker draws, at temperature 1, having heard the others spoiled already: one
+        pass draws them all.
+    wrong : float
+        Share of the first codes that are other ones.
+    whole : float, optional
+        Share of the frames whose deeper codes all stay, the others losing all; default: as in ``CUTS``.
     """
-    model.eval()
-    hidden, _ = model.model.run(input_rows(model, batch, codes))
-    inside = (batch.target[:, :-1] >= 0) & (batch.frame[:, 1:] >= 0)
-    inside &= torch.rand(inside.shape, device=inside.device) < share
-    own, states = codes[:, 1:][inside], hidden[:, :-1][inside]
-    first = draw(model.codec_head(states)[:, : model.code_predictor.lm_head[0].out_features])
-    kept = torch.rand(len(own), device=own.device) < 0.5
-    first = torch.where(kept, own[:, 0], first)
-    predictor = model.code_predictor
-    rows = predictor.rows(states, model.model.codec_embedding(first), own)
-    others = draw(predictor.logits(predictor.hidden_states(rows))).T
-    model.train()
-    codes = codes.clone()
-    codes[:, 1:][inside] = torch.cat([first[:, None], others], 1)
-    return codes
+    codes = corpus.codes[batch.frame.clamp(min=0)].long()
+    random = torch.rand(3, *codes.shape[:2], device=codes.device)
+    anywhere = corpus.codes[torch.randint_like(batch.frame, len(corpus.codes)), 0].long()
+    neighbour = torch.where(random[1] < 0.25, codes[..., 0].roll(1, 1), codes[..., 0].roll(-1, 1))
+    other = torch.where(random[1] < 0.5, neighbour, anywhere)
+    first = torch.where(random[0] < wrong, other, codes[..., 0])
+    cut, bound = torch.zeros_like(first), 0.0
+    for depth, chance in (CUTS if whole is None else {1: 1 - whole, 16: whole}).items():
+        cut = torch.where(random[2] >= bound, depth, cut)
+        bound += chance
+    heard = _with_first(corpus, codes, first, cut)
+    if not rehearsed:
+        return heard
+    hidden, _ = model.model.run(input_rows(model, batch, heard))
+    logits = model.codec_head(hidden[:, :-1])[..., : model.code_predictor.lm_head[0].out_features]
+    chosen = torch.rand(codes.shape[:2], device=codes.device) < rehearsed
+    first = torch.cat([first[:, :1], torch.where(chosen[:, 1:], draw(logits), first[:, 1:])], 1)
+    return _with_first(corpus, codes, first, cut)
+
+
+def _with_first(corpus: Corpus, codes: Tensor, first: Tensor, cut: Tensor) -> Tensor:
+    """Return codes with other first ones; from the cut on, or behind a first code that is wrong, they are a peer's."""
+    cut = torch.where(first == codes[..., 0], cut, 1)
+    depths = torch.arange(codes.shape[-1], device=codes.device)
+    mixed = torch.where(depths >= cut[..., None], corpus.peers(first), codes)
+    return torch.cat([first[..., None], mixed[..., 1:]], -1)
 
 
 def draw(logits: Tensor) -> Tensor:
@@ -250,12 +299,12 @@ def draw(logits: Tensor) -> Tensor:
     return (logits.float() - (-noise.log()).log()).argmax(-1)
 
 
-def depth_losses(model: Talker, states: Tensor, codes: Tensor) -> Tensor:
-    """Return the CodePredictor's loss of each depth, ``[G - 1]``."""
+def depth_losses(model: Talker, states: Tensor, codes: Tensor, told: Tensor) -> Tensor:
+    """Return the CodePredictor's mean loss of each depth over the frames that are told, ``[G - 1]``."""
     predictor = model.code_predictor
     rows = predictor.rows(states, model.model.codec_embedding(codes[:, 0]), codes)
     logits = predictor.logits(predictor.hidden_states(rows))
-    return F.cross_entropy(logits.transpose(1, 2), codes[:, 1:].T, reduction="none").mean(1)
+    return _mean(F.cross_entropy(logits.transpose(1, 2), codes[:, 1:].T, reduction="none"), told)
 
 
 def look_ahead_loss(model: Talker, states: Tensor, codes: Tensor) -> Tensor:
@@ -285,23 +334,29 @@ def _watch_loss(shares: Tensor, spans: Tensor) -> Tensor:
 def evaluate(model: Talker, corpus: Corpus, batch_rows: int) -> dict[str, Any]:
     """Return the losses over the development texts."""
     model.eval()
-    total, weights = [], []
-    for length, numbers in corpus.buckets(corpus.sizes[0], corpus.sizes[1]):
-        size = max(1, batch_rows // length)
-        for place in range(0, len(numbers), size):
-            chosen = numbers[place : place + size]
-            with autocast(corpus.device):
-                losses, _, _ = run(model, corpus, corpus.batch(chosen, language=False, length=length), corrupted=0.0)
-            total.append([losses.first.item(), losses.watch.item(), losses.right.item(), *losses.depths.tolist()])
-            weights.append(corpus.frames[chosen].sum())
+    found: dict[str, Any] = {}
+    for name, (whole, drawn) in EXAMINED.items():
+        total, weights = [], []
+        for length, numbers in corpus.buckets(corpus.sizes[0], corpus.sizes[1]):
+            size = max(1, batch_rows // length)
+            for place in range(0, len(numbers), size):
+                chosen = numbers[place : place + size]
+                batch = corpus.batch(chosen, language=False, length=length)
+                with autocast(corpus.device):
+                    codes = spoiled(model, corpus, batch, rehearsed=drawn, wrong=0.0, whole=whole)
+                    losses, _, _ = run(model, corpus, batch, codes)
+                total.append([losses.first.item(), losses.right.item(), losses.watch.item(), *losses.depths.tolist()])
+                weights.append(corpus.frames[chosen].sum())
+        first, right, watch, *depths = np.average(np.array(total), axis=0, weights=np.array(weights)).tolist()
+        found |= {f"dev_first{name}": first, f"dev_right{name}": right, f"dev_watch{name}": watch}
+        found[f"dev_depths{name}"] = [round(x, 3) for x in depths]
     model.train()
-    first, watch, right, *depths = np.average(np.array(total), axis=0, weights=np.array(weights)).tolist()
-    return {"dev_first": first, "dev_right": right, "dev_watch": watch, "dev_depths": [round(x, 4) for x in depths]}
+    return found
 
 
 def spoken_weights(work: Path) -> dict[str, Tensor]:
-    """Return the weights of the voice: those of the last stage that there is."""
-    return load_weights(work, "rehearsal") or load_weights(work, "talker")
+    """Return the weights of the voice."""
+    return load_weights(work, "talker")
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -311,22 +366,21 @@ def autocast(device: torch.device) -> torch.autocast:
 
 def train(
     work: Path, *, schedule: float, limit: float, batch_rows: int, peak: float, dropout: float, seed: int,
-    name: Stage = "talker", share: float = 1.0,
+    name: Stage = "talker", share: float = SHARE, rehearse_from: float = 1.0, eager: bool = False,
 ) -> None:  # fmt: skip
     """Train until the schedule, or this call's time, is over."""
     device, look_ahead = pick_device(), name == "look_ahead"
     torch.manual_seed(seed)
     layout = Layout(work)
     corpus, model = Corpus(work, layout, device), Talker(layout.config, dropout).to(device).train()
-    if name != "talker":
-        model.load_state_dict(spoken_weights(work))
     if look_ahead:  # the Talker stays as it is: its states are what both CodePredictors read
+        model.load_state_dict(spoken_weights(work))
         model.requires_grad_(False)
         model.code_predictor.requires_grad_(True)
         model.code_predictor.model.codec_embedding.requires_grad_(False)
     trained = model.code_predictor if look_ahead else model
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, peak, betas=(0.9, 0.98), weight_decay=0.02, fused=device.type == "cuda")
+    optimizer = adam(learning, device, betas=(0.9, 0.98), weight_decay=0.02)
     facts = load_state(work, name, trained, optimizer)
     torch.manual_seed(seed + facts["steps"])
     random = np.random.default_rng(seed + facts["steps"])
@@ -334,39 +388,37 @@ def train(
     chances = np.array([len(numbers) * length for length, numbers in buckets], float)
     clock, log = Clock(schedule, limit, facts["spent"]), Log(work / f"{name}_log.jsonl")
     steps = begun = facts["steps"]
+
+    def do(rehearsing: bool, *rows: Tensor) -> Tensor:
+        batch = Batch(*rows)
+        with autocast(device):  # one of its own: weights that are narrowed without gradients would be used again
+            codes = spoiled(model, corpus, batch, rehearsed=REHEARSED if rehearsing else 0.0)
+        with autocast(device):
+            losses, states, own = run(model, corpus, batch, codes, share=share)
+            if look_ahead:
+                ahead = look_ahead_loss(model, states, own)
+                loss = losses.depths.mean() + ahead
+            else:
+                ahead = losses.first.new_zeros(())
+                loss = losses.first + SUB_TALKER_WEIGHT * losses.depths.mean() + WATCH_WEIGHT * losses.watch
+        norm = descend(optimizer, loss, 1.0)
+        return torch.stack([losses.first, losses.depths.mean(), losses.watch, losses.right, ahead, norm]).detach()
+
+    step = Replayed(do, device, eager=eager)
     while not clock.over:
         length, numbers = buckets[random.choice(len(buckets), p=chances / chances.sum())]
         chosen = random.choice(numbers, max(1, batch_rows // length))
         rate = learning_rate(peak, steps - begun, clock.progress)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(optimizer, rate)
         batch = corpus.batch(chosen, language=bool(random.random() < 0.3), length=length)
-        with autocast(device):
-            losses, states, codes = run(
-                model, corpus, batch, corrupted=0.0 if look_ahead else CORRUPTED,
-                rehearsed=REHEARSED if name == "rehearsal" else 0.0, share=share,
-            )  # fmt: skip
-            if look_ahead:
-                ahead = look_ahead_loss(model, states, codes)
-                loss = losses.depths.mean() + ahead
-            else:
-                loss = losses.first + SUB_TALKER_WEIGHT * losses.depths.mean() + WATCH_WEIGHT * losses.watch
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(learning, 1.0)
-        if norm.isfinite():
-            optimizer.step()
-        if steps % 100 == 0:
-            values = {
-                "stage": name, "step": steps, "seconds": clock.spent, "lr": rate, "first": losses.first.item(),
-                "others": losses.depths.mean().item(), "watch": losses.watch.item(), "right": losses.right.item(),
-                "norm": norm.item(),
-            }  # fmt: skip
-            if look_ahead:
-                values["ahead"] = ahead.item()
-            if steps % 1000 == 0:
+        found = step(clock.progress >= rehearse_from, *batch)
+        if steps % 50 == 0:  # also keeps the clock true: until here nothing waits for the device
+            names = ("first", "others", "watch", "right", "ahead", "norm")
+            values = dict(zip(names, found.tolist(), strict=True))
+            if steps and steps % 1000 == 0:
                 values |= evaluate(model, corpus, batch_rows)
-            log.add(**values)
+            if steps % 200 == 0:
+                log.add(stage=name, step=steps, seconds=clock.spent, lr=rate, **values)
         steps += 1
     log.add(stage=name, step=steps, seconds=clock.spent, **evaluate(model, corpus, batch_rows))
     save_state(
@@ -382,20 +434,22 @@ def main() -> None:
     parser.add_argument("--timeLimit", dest="limit", type=float, help="seconds of this call; default: the schedule")
     parser.add_argument("--rows", type=int, default=24576, help="rows a step: utterances times their padded length")
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--dropout", type=float, default=0.05)
-    parser.add_argument("--share", type=float, default=1.0, help="of the frames, for the CodePredictor's loss")
-    stage = parser.add_mutually_exclusive_group()
-    stage.add_argument(
-        "--rehearsal", dest="name", action="store_const", const="rehearsal", help="the stage behind the first"
-    )
-    stage.add_argument(
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--share", type=float, default=SHARE, help="frames a row for the CodePredictor's loss")
+    parser.add_argument(
+        "--rehearseFrom", dest="rehearse_from", type=float, default=1.0,
+        help="share of the schedule from which on the Talker hears first codes that it draws; 1: never",
+    )  # fmt: skip
+    parser.add_argument(
         "--lookAhead", dest="name", action="store_const", const="look_ahead", help="the stage for comparison"
     )
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     train(
         args.work, schedule=args.schedule, limit=args.limit or args.schedule, batch_rows=args.rows, peak=args.lr,
         dropout=args.dropout, seed=args.seed, name=args.name or "talker", share=args.share,
+        rehearse_from=args.rehearse_from, eager=args.eager,
     )  # fmt: skip
 
 
