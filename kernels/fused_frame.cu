@@ -143,13 +143,16 @@ struct Part {
 // tag of two bits. A pair is two times a float and a tag of 32 bits, the number of the use.
 //
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
-// stored something that the writer has waited for. So a reader finds the use before, or its own. Two kinds of reader store
-// nothing that is waited for, and may be late:
-// - A block that keeps keys and values and has no query of its own: of each layer there are pieces, and no block begins the
-//   next pass before all have arrived at the end of the last one (see fused_frame).
+// stored something that the writer has waited for. So a reader finds the use before, or its own; in a column that no pass
+// had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Three kinds of reader store nothing that is
+// waited for, and may be late:
+// - A block that keeps keys and values and has no query of its own: each layer has pieces of its own, and with drafts
+//   column 0 of the next pass waits until all blocks have come to the end of the round. Without drafts all have queries.
 // - Who picks a code, while drafts are made that do not depend on it: logits have two places, in turn.
-// A block that has no rows of a matrix waits for a norm's squares of its use, or a later one, so that no two of its own
-// uses are four apart. Uses are counted from 1, and the kernel begins by clearing.
+// - Who makes the first drafts, of states that stand in the columns of the prefill: FusedPlan refuses shapes of which an
+//   earlier row could overwrite them.
+// A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
+// that have. Uses are counted from 1, and the kernel begins by clearing.
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
@@ -214,7 +217,9 @@ __device__ __forceinline__ void wait_since(const uint4* from, u32 use) {
 
 // The numbers of the uses, the same in all blocks: passes, layers of all passes and sets of heads, counted from 1.
 struct Uses {
-  u32 pass = 0, layer = 0, heads = 0;
+  // Of layers: neither the first use of the prefill nor that of the pass behind it may have the tag of use 0.
+  static constexpr u32 FIRST_LAYER = LAYERS % 4 == 3 ? 1 : 0;
+  u32 pass = 0, layer = FIRST_LAYER, heads = 0;
   // Of the hidden state: after attention, and after the layer.
   __device__ __forceinline__ u32 inner() const { return 2 * layer - 1; }
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
@@ -1074,13 +1079,14 @@ __device__ __forceinline__ void commit(const Model& model, int row, int depth, i
   entry[0] = depth, entry[1] = 0, entry[2] = 0;
 }
 
-// One thread: tells all blocks that this one has come to the end of a round.
+// One thread: tells all blocks that this one has come to the end of a round: of the prefill when its heads are applied, of
+// another when its own picks are made.
 __device__ __forceinline__ void end_round(Block& block) {
   block.rounds_ended++;
   arrive(block.model.counter + 1);
 }
 
-// One thread: waits until all blocks have come to the end of as many rounds as this one, or those who pick have.
+// One thread: waits until all blocks have come to the end of as many rounds as this one. Without drafts there are none.
 __device__ __forceinline__ void wait_for_all(Block& block) {
   u32 polls = 0;
   while (arrived(block.model.counter + 1) < block.rounds_ended * CTAS) polled(polls);
@@ -1222,7 +1228,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
       run_heads(block, stream, heads, entries);
       if (stream.adds()) continue;
-      // Without drafts nothing is late: whoever keeps keys has queries.
+      // The block's keys and values have been read: attention ends with a barrier.
       if (round == 0 && drafts > 0 && threadIdx.x == 0) end_round(block);
 
       float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;

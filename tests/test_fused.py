@@ -38,12 +38,12 @@ PARAMS = [SamplingParams(), SamplingParams(top_k=20, top_p=0.8, temperature=1.1)
 WINDOWS = [(0, "rejection"), (2, "rejection"), (3, "rejection"), (4, "coupled"), (8, "rejection"), (8, "coupled")]
 
 
-def build(folder: Path, precision: str, talker_width: int) -> Path:
+def build(folder: Path, precision: str, talker_width: int, *, layers: int = SIZE.layers) -> Path:
     """Build a small CodePredictor; a Talker of another width has a projection."""
     tiny = SyntheticSpec.tiny()
     spec = replace(
         tiny,
-        code_predictor=SIZE,
+        code_predictor=replace(SIZE, layers=layers),
         talker=replace(tiny.talker, hidden=talker_width, layers=1),
         num_code_groups=GROUPS,
         codebook_size=CODEBOOK,
@@ -170,6 +170,16 @@ def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> Non
         np.testing.assert_array_equal(found.embedded, case.host.embed_frame(found.codes))
 
 
+def test_a_block_that_keeps_keys_may_be_late_for_any_number_of_layers(tmp_path: Path) -> None:
+    """With three layers the first use of a column that the prefill had not would have the tag of what clearing left."""
+    engine = build(tmp_path, "bf16", SIZE.hidden, layers=3)
+    case = Case(engine, lambda plan: HostKernels(plan.macros(), tmp_path), blocks=15, shared_bytes=100_000)
+    hidden, code0 = case.states(1, seed=8)
+    wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=3)
+    found = case.model.frame(hidden, code0, [(PARAMS[1], 5, 2)], drafts=2, order=LATE + 9)
+    np.testing.assert_array_equal(found.codes, wanted.codes)
+
+
 def test_a_flat_law_picks_what_the_host_picks(case: Case) -> None:
     """The best score of all is seldom among the first few: its entry is left out, again and again."""
     params = [SamplingParams(temperature=80, top_k=top_k) for top_k in (1, 2, 500)]
@@ -181,7 +191,7 @@ def test_a_flat_law_picks_what_the_host_picks(case: Case) -> None:
 
 @pytest.mark.parametrize(("verify_size", "block"), [(0, 14), (3, 13), (3, 14)])
 def test_a_block_without_rows_may_be_late(case_of_host: Case, verify_size: int, block: int) -> None:
-    """Held back until all others wait for it, who picks still finds the logits that it is to read."""
+    """Where it has one turn for 16 of the others, who picks still finds the logits that it is to read."""
     case = case_of_host
     hidden, code0 = case.states(1, seed=8)
     wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=verify_size)
@@ -276,6 +286,10 @@ def test_both_sides_of_a_gated_product_go_to_one_block() -> None:
         ({"hidden_size": 1000}, "hidden_size is 1000, it must be a multiple of 32"),
         ({"vocab_size": 8192}, "the codebook has 8192 codes"),
         ({"num_code_groups": 40}, "num_code_groups is 40, at most 33 are possible"),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
+            "o_proj has rows for 128 blocks and q, k and v together for 32: .*--maxBatchSize 1",
+        ),
         ({"shared_bytes": 49_152}, "needs more shared memory than the 49152 bytes of a block here: 12 chunks of 4096"),
     ],
 )

@@ -73,6 +73,11 @@ class Product:
         return -(-self.outer // (self.blocks * self.groups * 8))
 
     @property
+    def busy_blocks(self) -> int:
+        """Blocks that have rows of the matrix, the first ones."""
+        return min(-(-self.outer // (self.groups * 8)), self.blocks)
+
+    @property
     def units(self) -> int:
         """Units of 32 inner values of a warp."""
         return -(-(self.inner // UNIT) // self.warps)
@@ -238,9 +243,16 @@ class FusedPlan:
         if self.dtype not in ("F16", "BF16"):
             return f"the weights are {self.dtype}, they must be FP16 or BF16 (cpspec-build --precision fp16)"
         try:
-            self._deal()
+            products = self.products
         except EngineError as error:
             return str(error)
+        # The first drafts of a row are made of states that an earlier row's pass could overwrite otherwise.
+        if self.max_batch > 1 and products["o"].busy_blocks > products["qkv"].busy_blocks:
+            return (
+                f"o_proj has rows for {products['o'].busy_blocks} blocks and q, k and v together for "
+                f"{products['qkv'].busy_blocks}: with so few heads it decodes one row only "
+                "(cpspec-build --maxBatchSize 1)"
+            )
         return None
 
     def rotary(self) -> NDArray[np.float32]:
