@@ -191,7 +191,7 @@ def test_a_flat_law_picks_what_the_host_picks(case: Case) -> None:
 
 @pytest.mark.parametrize(("verify_size", "block"), [(0, 14), (3, 13), (3, 14)])
 def test_a_block_without_rows_may_be_late(case_of_host: Case, verify_size: int, block: int) -> None:
-    """Where it has one turn for 16 of the others, who picks still finds the logits that it is to read."""
+    """Where it has one turn for 64 of the others, who picks still finds the logits that it is to read."""
     case = case_of_host
     hidden, code0 = case.states(1, seed=8)
     wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=verify_size)

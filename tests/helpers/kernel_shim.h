@@ -272,7 +272,7 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
     check_exited(one);
   }
   if (cooperative) {  // static shared memory would be the same for all blocks: such kernels have none
-    // A block that is late has one turn where others have 16: an order of LATE and above names it.
+    // A block that is late has one turn where others have 64: an order of LATE and above names it.
     const unsigned late = order >= LATE ? order - LATE : blocks;
     if (order >= LATE) order = 0;
     // Whoever looks again may find what it waits for; after so many rounds of looking, or in all, there is nothing to come.
@@ -281,7 +281,7 @@ const char* launch(void (*kernel)(A...), const unsigned* grid, unsigned threads,
       unsigned done = 0;
       for (unsigned i = 0; i < blocks; i++) {
         const unsigned turn = permuted(i, blocks, order);
-        if ((turn != late || rounds % 16 == 0) && advance(groups[turn], order)) idle = 0;
+        if ((turn != late || rounds % 64 == 0) && advance(groups[turn], order)) idle = 0;
       }
       for (const Group& one : groups) done += one.exited == one.fibers.size();
       if (done == blocks) break;
