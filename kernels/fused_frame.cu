@@ -8,7 +8,8 @@
 //          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
 //          position i of a row; W <= 8, B <= MAX_BATCH. Positions of a row follow one another; a negative one: there is
 //          none, nor any behind it.
-//          keys and values [LAYERS, MAX_BATCH, MAX_COPIES, KV_HEADS, G, HEAD_DIM] f32, as attention wants them.
+//          keys [LAYERS, MAX_BATCH, MAX_COPIES, KV_HEADS, G, KEY_FLOATS] and values [.., HEAD_DIM] f32, as attention
+//          wants them.
 // Launch   cooperative, grid (CTAS), block THREADS + HELPERS, SHARED_BYTES of dynamic shared memory. counter[2] must be 0.
 // Limits   H, HT, INTER and HEADS * HEAD_DIM multiples of 32; HEAD_DIM 64, 96 or 128; G <= 33; weights F16 or BF16.
 //
@@ -63,6 +64,7 @@ constexpr int TILE = 8;  // positions of one tensor-core product
 constexpr int MAX_WIDTH = 8;
 constexpr int Q_WIDTH = HEADS * HEAD_DIM, KV_WIDTH = KV_HEADS * HEAD_DIM;
 constexpr int MAX_COLUMNS = MAX_BATCH * MAX_WIDTH;
+constexpr int KEY_FLOATS = HEAD_DIM + 4;  // a key, its norm, and what keeps the next one aligned
 
 static_assert(H % 32 == 0 && HT % 32 == 0 && INTER % 32 == 0 && Q_WIDTH % 32 == 0, "widths are multiples of 32");
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 128 && HEADS % KV_HEADS == 0 && G <= 33, "heads and depths");
@@ -225,12 +227,11 @@ struct Uses {
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
 };
 
-// What a block keeps while it attends: its queries, keys and values of the columns; scores.
+// Of a block that attends, for several positions: its queries, keys and values of the columns, and their norms.
 struct Attention {
   static constexpr int RATIO = HEADS / KV_HEADS;
   alignas(16) float query[MAX_WIDTH * RATIO][HEAD_DIM];
-  float key[MAX_WIDTH][HEAD_DIM], value[MAX_WIDTH][HEAD_DIM];
-  float scores[2][WARPS_A_BLOCK / 4][64];
+  float key[MAX_WIDTH][HEAD_DIM], value[MAX_WIDTH][HEAD_DIM], norm[MAX_WIDTH * (RATIO + 1)];
 };
 
 struct Block {
@@ -249,10 +250,14 @@ struct Block {
   Request request[MAX_BATCH];
   int pick;
   int finished;
+  // Of the launch: rows of the batch, columns of a row in a round, whether drafts are coupled, and who keeps keys and
+  // values: how many blocks the same ones, which are those before the last `desks`.
+  int batch, full, coupled, copies, desks;
   u32 target, rounds_ended;  // of the two barriers
   u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   Sums sums[2];  // in turn
+  float scores[2][WARPS_A_BLOCK / 4][64];  // of a team's queries, in turn
   union Scratch {
     __device__ Scratch() {}
     Attention attention;
@@ -275,31 +280,36 @@ constexpr u32 BODY = 0, STOP = 0xFFFFFFFFu;
 // The warp that streams: copies parts chunk by chunk, in the order of the queue. With the copy engine one lane does it.
 struct Producer {
   Block& block;
-  char* ring;
+  const SharedPlace ring, arrivals, done;  // places in shared memory: a pointer would be made of its window each time
   u32 issued = 0, slot = 0;           // the next chunk
   u32 oldest = 0, oldest_parity = 0;  // of the oldest on its way
   u32 used = 0;                       // chunks that all are done with
 
+  __device__ __forceinline__ Producer(Block& block, char* ring) : block(block), ring(shared_place(ring)), arrivals(shared_place(block.arrival)), done(shared_place(block.used)) {}
   __device__ __forceinline__ void look() {
     used = issued;
 #pragma unroll
-    for (int i = 0; i < WARPS_A_BLOCK; i++) used = min(used, load_changing(&block.used[i]));
+    for (int i = 0; i < WARPS_A_BLOCK; i += 4) {
+      const uint4 four = load_changing_four(done + i * 4);
+      used = min(used, min(min(four.x, four.y), min(four.z, four.w)));
+    }
   }
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
-    for (u32 at = 0; at < part.bytes; at += CHUNK_BYTES) {
+    const u32 all = part.bytes;
+    for (u32 at = 0; at < all; at += CHUNK_BYTES) {
       while (issued - used >= CHUNKS) {
         look();
         if (issued - used >= CHUNKS) rest();
       }
       if (issued >= IN_FLIGHT) {
-        while (!arrived_by(&block.arrival[oldest], oldest_parity)) {
+        while (!arrived_at(arrivals + oldest * 8, oldest_parity)) {
         }
         if (++oldest == CHUNKS) oldest = 0, oldest_parity ^= 1;
       }
-      const u32 bytes = min(part.bytes - at, u32(CHUNK_BYTES));
-      if (BULK_COPIES) copy_bulk(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
-      else copy_lanes(ring + slot * CHUNK_BYTES, from + at, bytes, &block.arrival[slot]);
+      const u32 bytes = min(all - at, u32(CHUNK_BYTES));
+      if (BULK_COPIES) copy_bulk(ring + slot * CHUNK_BYTES, from + at, bytes, arrivals + slot * 8);
+      else copy_lanes(ring + slot * CHUNK_BYTES, from + at, bytes, arrivals + slot * 8);
       issued++;
       if (++slot == CHUNKS) slot = 0;
     }
@@ -354,13 +364,13 @@ struct Stream {
 
   // Waits for the warp's share of the part of a matrix; the lane's place in it.
   template <class P>
-  __device__ __forceinline__ Share<P> wait() const {
+  __device__ __forceinline__ Share<P> wait(int lane) const {
     const u32 begin = warp * P::WARP_BYTES, within = begin % CHUNK_BYTES;
     const u32 place = slot + begin / CHUNK_BYTES, start = (place < CHUNKS ? place : place - CHUNKS) * CHUNK_BYTES + within;
     // A lane a chunk.
-    const u32 mine = place + lane_id(), turned = mine < CHUNKS ? parity : parity ^ 1;
+    const u32 mine = place + lane, turned = mine < CHUNKS ? parity : parity ^ 1;
     u64* const arrival = &block.arrival[mine < CHUNKS ? mine : mine - CHUNKS];
-    const bool needed = lane_id() * CHUNK_BYTES < within + P::WARP_BYTES;
+    const bool needed = lane * CHUNK_BYTES < within + P::WARP_BYTES;
     while (__any_sync(ALL_LANES, needed && !arrived_by(arrival, turned))) {
     }
     __syncwarp();
@@ -368,7 +378,7 @@ struct Stream {
 #pragma unroll
     for (u32 i = 0; i < Share<P>::GRAINS; i++) {
       const u32 at = start + i * Share<P>::GRAIN;
-      share.grain[i] = ring + (at < RING_BYTES ? at : at - RING_BYTES) + lane_id() * 16;
+      share.grain[i] = ring + (at < RING_BYTES ? at : at - RING_BYTES) + lane * 16;
     }
     return share;
   }
@@ -411,7 +421,8 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
 }
 
 // Barriers of a block: of those who multiply (__syncthreads), of them and those who add, two for each of the sums, whether
-// it is full, and whether it is empty, and of those who add (7).
+// it is full, and whether it is empty, of those who add (7), and of each team that attends.
+constexpr int FIRST_OF_TEAMS = 8;
 constexpr int TEAM = THREADS + ADDERS * 32;
 __device__ __forceinline__ void sync_team() { named_sync(2, TEAM); }
 __device__ __forceinline__ int full(int turn) { return 3 + turn; }
@@ -466,28 +477,34 @@ __device__ __forceinline__ float4 four_at(const float* from) { return *reinterpr
 __device__ __forceinline__ float4 constant_four(const float* from) { return __ldg(reinterpret_cast<const float4*>(from)); }
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + expf(-gate)) * up; }
 
-// Two neighbouring lanes, four values each: stores a row's words and its sum of eight squares. `out` is the first of the
-// four.
-__device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* squares, u32 use, int out, float4 value, float4 gain, bool valid) {
+// Two lanes, `apart`, with four neighbouring values each: stores a row's words and its sum of eight squares. `out` is the
+// first of the four.
+__device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* squares, u32 use, int out, float4 value, float4 gain, bool valid, int apart) {
   float eight = sum_of_squares(value);
-  eight += __shfl_xor_sync(ALL_LANES, eight, 1);
+  eight += __shfl_xor_sync(ALL_LANES, eight, apart);
   if (!valid) return;
   tag.store(words + out / 4, split_four(product(value, gain)));
   if (out % 8 == 0) store_single(squares, out / 8, eight, use);
+}
+
+// A value that the compiler does not keep from before, for want of registers to keep it in.
+__device__ __forceinline__ int computed_here(int value) {
+  opaque(value);
+  return value;
 }
 
 // What a product is made of, for those who multiply and those who add:
 // Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; const uint4* row(int column): where its
 //        IN split values will be; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
 //        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
-//        store(const Place&, float4 sums, bool valid), all lanes. The result of a paired matrix is silu(first) times
+//        store(const Place&, float4 sums, bool valid, int apart), all lanes, those with the next four `apart`. The result of a paired matrix is silu(first) times
 //        second.
 
 // A warp that multiplies: its slice of the inner dimension, for one tile. Before the columns are waited for, as many weights
 // as there are registers for are in them.
 template <class P, class Task>
 __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, int tile, u32 wanted, bool last, const Task& task) {
-  const int quarter = lane_id() & 3, spot = lane_id() >> 2, warp = stream.warp;
+  const int lane = computed_here(lane_id()), quarter = lane & 3, spot = lane >> 2, warp = stream.warp;
   constexpr int SLICE = P::UNITS * 32;
   constexpr int SPARE = REGISTERS_FOR_OPERANDS / 4 - P::UNITS * 2;
   constexpr int EARLY = SPARE < 0 ? 0 : SPARE / P::GROUPS < P::UNITS ? SPARE / P::GROUPS : P::UNITS;
@@ -498,7 +515,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   // Lanes of a column that there is not take another one's values: their sums go nowhere.
   const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
   const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
-  const Share<P> weights = stream.wait<P>();
+  const Share<P> weights = stream.wait<P>(lane);
   uint4 held[EARLY ? EARLY * P::GROUPS : 1];
 #pragma unroll
   for (int i = 0; i < EARLY * P::GROUPS; i++) held[i] = weights.load(i * 512);
@@ -506,9 +523,17 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
 
   uint4 words[P::UNITS * 2];
   u32 polls = 0;
-  // One word is waited for first: all of them, again and again, would stand in the way of those who make them.
-  if (EVEN || units > 0)
+  // One word is waited for first: all of them, again and again, would stand in the way of those who make them. Of many
+  // columns, whose words are many, one warp looks for some of a row, and the others wait for it.
+  if (wanted >> (TILE / 2)) {
+    if (warp == 0) {
+      const uint4* const first = task.row(tile * TILE + __ffs(wanted) - 1) + lane_id() % 8 * (P::IN / 4) / 8;
+      while (__any_sync(ALL_LANES, tag.stale(load_whole(first)))) poll_again(polls);
+    }
+    __syncthreads();
+  } else if (EVEN || units > 0) {
     while (__any_sync(ALL_LANES, tag.stale(load_whole(row)))) poll_again(polls);
+  }
   for (;;) {
     u32 missing = 0;
 #pragma unroll
@@ -551,7 +576,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
 template <class P, class Task>
 __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int slab, int tile, u32 wanted, const Task& task) {
   constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4, ALL = ADDERS * 32;
-  const int thread = threadIdx.x - THREADS;
+  const int thread = computed_here(threadIdx.x) - THREADS;
   typename Task::Place early = {};
   if constexpr (Task::NORMED) {
     const int place = thread / 8;
@@ -567,32 +592,51 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int s
     }
     named_sync(7, ALL);
   }
-  bool waited = false;
-#pragma unroll 1
-  for (int first = 0; first < TILE * FOURS; first += ALL) {
-    const int index = first + thread, place = index / FOURS, local = index % FOURS * 4, out = P::first_row(slab) / (P::ROWS / OUTS) + local;
-    const bool valid = place < TILE && (wanted >> place & 1) && out < LAST;
-    if (valid) early = task.place(tile * TILE + place, out);
-    if (!waited) named_sync(full(stream.turn), TEAM);
-    waited = true;
-    float4 total = make_float4(0, 0, 0, 0);
-    if (valid) {
-      const float* from = &sums.part[0][place][P::PAIRED ? local / 8 * 16 + local % 8 : local];
-      constexpr int STEP = sizeof(sums.part[0]) / sizeof(float);
-      float4 up = total;
+  const auto by = [&](int place) { return Task::NORMED ? sums.inverse[place] * (1 / operand_scale(WEIGHT())) : 1 / operand_scale(WEIGHT()); };
+  constexpr int STEP = sizeof(sums.part[0]) / sizeof(float), FEW = ALL / OUTS;
+  if (FEW > 0 && wanted < 1u << FEW) {
+    // Of few columns a thread adds one row, and of four threads one stores.
+    const int place = thread / OUTS, local = thread % OUTS, out = P::first_row(slab) / (P::ROWS / OUTS) + local;
+    const bool valid = wanted >> place & 1 && out < LAST, stores = valid && thread % 4 == 0;
+    if (stores) early = task.place(tile * TILE + place, out);
+    named_sync(full(stream.turn), TEAM);
+    const float* const from = &sums.part[0][place < FEW ? place : 0][P::PAIRED ? local / 8 * 16 + local % 8 : local];
+    float total = 0, up = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS_A_BLOCK; w++) {
-        total = sum(total, four_at(from + w * STEP));
-        if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
-      }
-      const float by = Task::NORMED ? sums.inverse[place] * (1 / operand_scale(WEIGHT())) : 1 / operand_scale(WEIGHT());
-      total = scaled(total, by);
-      if (P::PAIRED) {
-        up = scaled(up, by);
-        total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
-      }
+    for (int w = 0; w < WARPS_A_BLOCK; w++) {
+      total += from[w * STEP];
+      if (P::PAIRED) up += from[w * STEP + 8];
     }
-    if (__any_sync(ALL_LANES, valid)) task.store(early, total, valid);
+    total *= by(place < FEW ? place : 0);
+    if (P::PAIRED) total = gated(total, up * by(place < FEW ? place : 0));
+    const float second = __shfl_xor_sync(ALL_LANES, total, 1), third = __shfl_xor_sync(ALL_LANES, total, 2), fourth = __shfl_xor_sync(ALL_LANES, second, 2);
+    task.store(early, make_float4(total, second, third, fourth), stores, 4);
+  } else {
+    bool waited = false;
+#pragma unroll 1
+    for (int first = 0; first < TILE * FOURS; first += ALL) {
+      const int index = first + thread, place = index / FOURS, local = index % FOURS * 4, out = P::first_row(slab) / (P::ROWS / OUTS) + local;
+      const bool valid = place < TILE && (wanted >> place & 1) && out < LAST;
+      if (valid) early = task.place(tile * TILE + place, out);
+      if (!waited) named_sync(full(stream.turn), TEAM);
+      waited = true;
+      float4 total = make_float4(0, 0, 0, 0);
+      if (valid) {
+        const float* from = &sums.part[0][place][P::PAIRED ? local / 8 * 16 + local % 8 : local];
+        float4 up = total;
+#pragma unroll
+        for (int w = 0; w < WARPS_A_BLOCK; w++) {
+          total = sum(total, four_at(from + w * STEP));
+          if (P::PAIRED) up = sum(up, four_at(from + w * STEP + 8));
+        }
+        total = scaled(total, by(place));
+        if (P::PAIRED) {
+          up = scaled(up, by(place));
+          total = make_float4(gated(total.x, up.x), gated(total.y, up.y), gated(total.z, up.z), gated(total.w, up.w));
+        }
+      }
+      if (__any_sync(ALL_LANES, valid)) task.store(early, total, valid, 1);
+    }
   }
   named_arrive(empty(stream.turn), TEAM);
 }
@@ -642,10 +686,10 @@ struct StateTask : Columns<false> {
     int out;
     float4 before, gain;
   };
-  __device__ __forceinline__ void store(const Place& place, float4 added, bool valid) const {
+  __device__ __forceinline__ void store(const Place& place, float4 added, bool valid, int apart) const {
     const float4 value = sum(place.before, added);
     if (valid) *reinterpret_cast<float4*>(place.state) = value;
-    store_state(place.words, WordTag(made), place.squares, made, place.out, value, place.gain, valid);
+    store_state(place.words, WordTag(made), place.squares, made, place.out, value, place.gain, valid, apart);
   }
 };
 
@@ -709,7 +753,7 @@ struct QkvTask : Columns<true> {
     return (entered ? block.exchange.input_squares : block.exchange.hidden_squares) + column * (H / 16);
   }
   __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.attended(layer, column) + out / 2}; }
-  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
+  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
     if (valid) place.store(sums, uses.layer);
   }
 };
@@ -723,7 +767,7 @@ struct GateUpTask : Columns<true> {
   __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.hidden_words + column * (H / 4); }
   __device__ __forceinline__ const uint4* squares(int column) const { return block.exchange.hidden_squares + column * (H / 16); }
   __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.activated + column * (INTER / 4) + out / 4}; }
-  __device__ __forceinline__ void store(const Place& place, float4 products, bool valid) const {
+  __device__ __forceinline__ void store(const Place& place, float4 products, bool valid, int) const {
     if (valid) WordTag(uses.layer).store(place.words, split_four(products));
   }
 };
@@ -741,7 +785,7 @@ struct HeadTask : Columns<true> {
     return __ballot_sync(ALL_LANES, lane_id() < TILE && entry < entries && block.head_of[entry] == head);
   }
   __device__ __forceinline__ Place place(int entry, int out) const { return {block.exchange.logits(uses.heads, entry) + out / 2}; }
-  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid) const {
+  __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
     if (valid) place.store(sums, uses.heads);
   }
 };
@@ -750,28 +794,7 @@ struct HeadTask : Columns<true> {
 
 constexpr int PER_LANE = HEAD_DIM / 32;
 
-// One warp: norms and rotates a vector of a head, in place. Lane l has the values l * PER_LANE and following.
-__device__ __forceinline__ void norm_and_rotate(float* vector, const float* gain, const float* rotary, float* copy) {
-  float value[PER_LANE], squares = 0;
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    value[i] = vector[lane_id() * PER_LANE + i];
-    squares += value[i] * value[i];
-    value[i] *= gain[lane_id() * PER_LANE + i];
-  }
-  const float inverse = rsqrtf(warp_sum(squares) * (1.0f / HEAD_DIM) + RMS_EPS);
-#pragma unroll
-  for (int i = 0; i < PER_LANE; i++) {
-    value[i] *= inverse;
-    const float other = __shfl_xor_sync(ALL_LANES, value[i], 16);
-    const float* angle = rotary + ((lane_id() & 15) * PER_LANE + i) * 2;
-    const float turned = value[i] * angle[0] + (lane_id() < 16 ? -other : other) * angle[1];
-    vector[lane_id() * PER_LANE + i] = turned;
-    if (copy) copy[lane_id() * PER_LANE + i] = turned;
-  }
-}
-
-// One lane's part of a vector.
+// One lane's part of a vector of a head: the values from lane * PER_LANE on.
 struct LanePart {
   float value[PER_LANE];
   __device__ __forceinline__ void load(const float* from) {
@@ -784,128 +807,324 @@ struct LanePart {
       for (int i = 0; i < PER_LANE; i++) value[i] = from[i];
     }
   }
+  __device__ __forceinline__ void store(float* to) const {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) to[lane_id() * PER_LANE + i] = value[i];
+  }
   __device__ __forceinline__ float times(const LanePart& other) const {
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) sum += value[i] * other.value[i];
+    for (int i = 0; i < PER_LANE; i++) sum = fmaf(value[i], other.value[i], sum);
     return sum;
   }
 };
 
-// Who keeps keys and values: how many blocks the same ones, and which blocks: those before the last `desks`.
-struct Keepers {
-  int copies, desks;
-  __device__ __forceinline__ Keepers(int batch, int useful, int desks) : copies(max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1)), desks(desks) {}
-  __device__ __forceinline__ int first_task() const {
-    const int task = CTAS - 1 - desks - int(blockIdx.x);
-    return task < 0 ? task + CTAS : task;
+// What a vector is multiplied by for its gain and its place: each value, and the one that is rotated into it. Its norm is
+// left to be multiplied by.
+struct Turn {
+  float own[PER_LANE], other[PER_LANE];
+  __device__ __forceinline__ Turn(const float* gain, const float* rotary) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const float* const angle = rotary + ((lane_id() & 15) * PER_LANE + i) * 2;
+      own[i] = gain[lane_id() * PER_LANE + i] * angle[0];
+      other[i] = gain[(lane_id() ^ 16) * PER_LANE + i] * (lane_id() < 16 ? -angle[1] : angle[1]);
+    }
+  }
+  // One warp.
+  __device__ __forceinline__ LanePart of(const LanePart& part) const {
+    LanePart turned;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) turned.value[i] = fmaf(part.value[i], own[i], __shfl_xor_sync(ALL_LANES, part.value[i], 16) * other[i]);
+    return turned;
   }
 };
 
-// All who multiply. A row and a head of keys is always the same blocks': `copies` of them, which keep those keys and
-// values each to itself, and share the queries. Four warps a query: softmax over the positions up to its own.
-__device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int batch, int width, Keepers keepers) {
-  using A = Attention;
-  constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4, PAIRS = HEAD_DIM / 2;
-  const int team = stream.warp / 4, member = stream.warp % 4, thread = threadIdx.x % 128, lane = lane_id(), copies = keepers.copies, tasks = KV_HEADS * copies;
-  const float* gains = block.head_norm + layer * 2 * HEAD_DIM;
-  const u32 use = stream.uses.layer;
-#pragma unroll 1
-  for (int task = keepers.first_task(); task < batch * tasks; task += CTAS) {
-    const int row = task / tasks, kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column];
-    if (begin < 0) continue;
-    int count = 1;
-    while (count < width && block.position[column + count] >= 0) count++;
-    A& attention = block.scratch.attention;
-    const u64 cache = u64(((layer * MAX_BATCH + row) * MAX_COPIES + copy) * KV_HEADS + kv) * G * HEAD_DIM;
-    float* const keys = block.model.keys + cache;
-    float* const values = block.model.values + cache;
+// The same, of a vector that other blocks make.
+struct DuePart {
+  static constexpr int PAIRS = (PER_LANE + 1) / 2;
+  uint4 pair[PAIRS];
+  __device__ __forceinline__ void load(const uint4* vector) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) pair[i] = load_whole(vector + lane_id() * PER_LANE / 2 + i);
+  }
+  __device__ __forceinline__ u32 missing(u32 use) const {
+    u32 any = 0;
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) any |= stale(pair[i], use);
+    return any;
+  }
+  __device__ __forceinline__ LanePart part() const {
+    const bool shifted = PER_LANE % 2 && lane_id() % 2;  // the first value is the second of a pair
+    LanePart part;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+      const float here = __uint_as_float(i % 2 ? pair[i / 2].z : pair[i / 2].x);
+      const float next = __uint_as_float(i % 2 ? pair[PAIRS - 1].x : pair[i / 2].z);  // of those of 3
+      part.value[i] = shifted ? next : here;
+    }
+    return part;
+  }
+};
 
-    // What earlier passes left, while this pass's vectors are on their way.
-    LanePart key[EACH];
-    float value[G];
+// One warp: sums over its lanes. Of several at a time lane l gets that of value l % N; they are added in the same order.
+constexpr int SUMS = 3 + (G + 3) / 4 <= 8 ? 8 : 16;
+template <int N>
+__device__ __forceinline__ float sums_of_lanes(float (&value)[N]) {
+  if constexpr (N == 1) {
+    float sum = value[0];
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-      if (member + 4 * i < begin) key[i].load(keys + (member + 4 * i) * HEAD_DIM);
+    for (int step = SUMS; step < 32; step *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
+    return sum;
+  } else {
+    constexpr int HALF = N / 2;
+    const bool upper = lane_id() & HALF;
+    float half[HALF];
 #pragma unroll
-    for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? values[p * HEAD_DIM + thread] : 0;
-    __syncthreads();  // whoever used this memory before
-    // Keys and values of all columns, and the queries of this block's.
-    const int own = count > copy ? (count - copy + copies - 1) / copies : 0;
-    for (int i = threadIdx.x; i < (count * 2 + own * A::RATIO) * PAIRS; i += THREADS) {
-      const int vector = i / PAIRS, pair = i % PAIRS;
-      int place, from;
-      float* to;
-      if (vector < count * 2) {
-        place = vector / 2, from = (Q_WIDTH + vector % 2 * KV_WIDTH) / 2 + kv * PAIRS;
-        to = vector % 2 ? attention.value[place] : attention.key[place];
-      } else {
-        const int query = vector - count * 2;
-        place = copy + query / A::RATIO * copies, from = (kv * A::RATIO + query % A::RATIO) * PAIRS;
-        to = attention.query[query];
-      }
-      const float2 two = wait_for_pair(block.exchange.attended(layer, column + place) + from + pair, use);
-      *reinterpret_cast<float2*>(to + pair * 2) = two;
-      if (vector < count * 2 && vector % 2) *reinterpret_cast<float2*>(values + (begin + place) * HEAD_DIM + pair * 2) = two;
-    }
-    __syncthreads();
+    for (int i = 0; i < HALF; i++) half[i] = (upper ? value[i + HALF] : value[i]) + __shfl_xor_sync(ALL_LANES, upper ? value[i] : value[i + HALF], HALF);
+    return sums_of_lanes(half);
+  }
+}
+__device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+  for (int step = SUMS / 2; step; step /= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+#pragma unroll
+  for (int step = SUMS; step < 32; step *= 2) value += __shfl_xor_sync(ALL_LANES, value, step);
+  return value;
+}
+__device__ __forceinline__ float head_norm(float squares) { return rsqrtf(squares * (1.0f / HEAD_DIM) + RMS_EPS); }
+
+// A block's task in attention: a row and a head of keys, whose keys and values always the same blocks keep: `copies` of them,
+// each to itself, which share the queries.
+struct AttentionTask {
+  static constexpr int RATIO = HEADS / KV_HEADS, TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;  // four warps a query
+  int kv, copy, copies, column, begin, count;  // the first position, and how many there are
+  float *keys, *values;
+  __device__ __forceinline__ AttentionTask(const Block& block, int task, int layer, int width, int copies) : copies(copies) {
+    const int tasks = KV_HEADS * copies, row = task / tasks;
+    kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column], count = 0;
+    while (count < width && block.position[column + count] >= 0) count++;
+    const u64 cache = u64(((layer * MAX_BATCH + row) * MAX_COPIES + copy) * KV_HEADS + kv) * G;
+    keys = block.model.keys + cache * KEY_FLOATS, values = block.model.values + cache * HEAD_DIM;
+  }
+  // The queries of this block, and of each its place among the positions.
+  __device__ __forceinline__ int queries() const { return count > copy ? (count - copy + copies - 1) / copies * RATIO : 0; }
+  __device__ __forceinline__ int place(int query) const { return copy + query / RATIO * copies; }
+  __device__ __forceinline__ int head(int query) const { return kv * RATIO + query % RATIO; }
+};
+
+// Of a warp's scores lane FIRST_KEY + i has that of its key i, at position member + 4 * i.
+constexpr int FIRST_KEY = 3;
+
+// One warp: softmax over the scores up to a position, before they are divided by their sum.
+struct Shares {
+  float low, high, total;
+  __device__ __forceinline__ Shares(const float* scores, int position) {
+    const int lane = lane_id();
+    const float first = lane <= position ? scores[lane] : MINUS_INFINITY;
+    const float second = G > 32 && lane + 32 <= position ? scores[lane + 32] : MINUS_INFINITY;
+    const float largest = key_to_float(warp_max(order_key(G > 32 ? fmaxf(first, second) : first)));
+    low = expf(first - largest), high = G > 32 ? expf(second - largest) : 0;  // of those behind the position 0
+    total = warp_sum(low + high);
+  }
+  __device__ __forceinline__ float of(int p) const { return __shfl_sync(ALL_LANES, p < 32 ? low : high, p & 31); }
+};
+
+// Four warps, a thread a channel: stores what a query mixed. Four lanes, a value each, make a piece.
+__device__ __forceinline__ void store_mixed(uint4* to, WordTag tag, const Shares& shares, const float (&mixed)[2]) {
+  const int thread = threadIdx.x % 128;
+  const float a = __fdividef(mixed[0] + mixed[1], shares.total), b = __shfl_xor_sync(ALL_LANES, a, 1);
+  const float c = __shfl_xor_sync(ALL_LANES, a, 2), d = __shfl_xor_sync(ALL_LANES, b, 2);
+  if (thread < HEAD_DIM && thread % 4 == 0) tag.store(to + thread / 4, split_four(make_float4(a, b, c, d)));
+}
+
+// Four warps, for one position and every `step`th of its queries from `query` on: without shared memory but for the scores, and
+// with few instructions behind the wait.
+__device__ __forceinline__ void attend_one(Block& block, const AttentionTask& task, int query, int step, bool keeps, const float* gains, int layer, u32 use) {
+  using T = AttentionTask;
+  const int all = computed_here(threadIdx.x), team = all / 128, member = all / 32 % 4, thread = all % 128, lane = all % 32, begin = task.begin;
+  // What earlier passes left, while this pass's vectors are on their way.
+  LanePart key[T::EACH];
+  float value[G];
+#pragma unroll
+  for (int i = 0; i < T::EACH; i++) {
+    if (member + 4 * i < begin) key[i].load(task.keys + (member + 4 * i) * KEY_FLOATS);
+    else
+#pragma unroll
+      for (float& v : key[i].value) v = 0;
+  }
+#pragma unroll
+  for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? task.values[p * HEAD_DIM + thread] : 0;
+  // This lane's score: of the new key, or of a kept one.
+  const bool of_new = lane == FIRST_KEY - 1;
+  const int position = of_new ? begin : member + 4 * (lane - FIRST_KEY);
+  const bool scores_it = of_new ? member == begin % 4 : lane >= FIRST_KEY && lane < FIRST_KEY + T::EACH && position < begin;
+  const float kept_norm = scores_it && !of_new ? task.keys[position * KEY_FLOATS + HEAD_DIM] : 0;
+  const Turn turn_key(gains + HEAD_DIM, block.rotary + begin * HEAD_DIM), turn_query(gains, block.rotary + begin * HEAD_DIM);
+
+  const uint4* const vectors = block.exchange.attended(layer, task.column);
+  const uint4* const key_vector = vectors + (Q_WIDTH + task.kv * HEAD_DIM) / 2;
+  const uint4* query_vector = vectors + task.head(query) * HEAD_DIM / 2;
+  const uint2* const value_at = reinterpret_cast<const uint2*>(vectors) + Q_WIDTH + KV_WIDTH + task.kv * HEAD_DIM + min(thread, HEAD_DIM - 1);
+  uint4* mixed_at = block.exchange.mixed + task.column * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4;
+  DuePart due, due_key;
+  uint2 due_value;
+  for (u32 polls = 0;; poll_again(polls)) {
+    due.load(query_vector);
+    due_key.load(key_vector);
+    due_value = load_whole(value_at);
+    u32 missing = due_key.missing(use) | (due_value.y ^ use);
+    missing |= due.missing(use);
+    if (!__any_sync(ALL_LANES, missing)) break;
+  }
+  const float new_value = __uint_as_float(due_value.x);
+  LanePart new_key = due_key.part();
+  const float squares = new_key.times(new_key);
+  new_key = turn_key.of(new_key);
 #pragma unroll 1
-    for (int i = stream.warp; i < count + own * A::RATIO; i += WARPS_A_BLOCK) {
-      const bool is_key = i < count;
-      const int place = is_key ? i : copy + (i - count) / A::RATIO * copies, position = begin + place;
-      norm_and_rotate(is_key ? attention.key[place] : attention.query[i - count], gains + (is_key ? HEAD_DIM : 0), block.rotary + position * HEAD_DIM,
-                      is_key ? keys + position * HEAD_DIM : nullptr);
-    }
-    __syncthreads();
-    // In registers, whatever the pass it came in.
+  for (int turn = 0;; turn ^= 1) {
+    const LanePart plain = due.part(), mine = turn_query.of(plain);
+    float sums[SUMS] = {plain.times(plain), squares, mine.times(new_key)};
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int p = member + 4 * i;
-      if (p >= begin && p < begin + count) key[i].load(attention.key[p - begin]);
-    }
+    for (int i = 0; i < T::EACH; i++) sums[FIRST_KEY + i] = mine.times(key[i]);
+    const float sum = sums_of_lanes(sums), norm = head_norm(sum);
+    const float own = __shfl_sync(ALL_LANES, norm, 0), of_key = __shfl_sync(ALL_LANES, norm, 1);
+    if (scores_it) block.scores[turn][team][position] = sum * own * (of_new ? of_key : kept_norm);
+    named_sync(FIRST_OF_TEAMS + team, 128);
+    const Shares shares(block.scores[turn][team], begin);
+    float mixed[2] = {};
 #pragma unroll
-    for (int p = 0; p < G; p++)
-      if (p >= begin && p < begin + count && thread < HEAD_DIM) value[p] = attention.value[p - begin][thread];
+    for (int p = 0; p < G - 1; p++) mixed[p % 2] = fmaf(shares.of(p), value[p], mixed[p % 2]);  // 0 from `begin` on
+    const float last = __shfl_sync(ALL_LANES, begin < 32 ? shares.low : shares.high, begin & 31);
+    (begin % 2 ? mixed[1] : mixed[0]) = fmaf(last, new_value, begin % 2 ? mixed[1] : mixed[0]);
+    store_mixed(mixed_at, WordTag(use), shares, mixed);
+    query += step;
+    if (query >= T::RATIO) break;
+    query_vector += step * HEAD_DIM / 2, mixed_at += step * HEAD_DIM / 4;
+    for (u32 polls = 0;; poll_again(polls)) {
+      due.load(query_vector);
+      if (!__any_sync(ALL_LANES, due.missing(use))) break;
+    }
+  }
+
+  if (!keeps) return;
+  const float norm = head_norm(sum_of_lanes(squares));
+  if (member == begin % 4) {
+    float* const to = task.keys + begin * KEY_FLOATS;
+    new_key.store(to);
+    if (lane == 0) to[HEAD_DIM] = norm;
+  }
+  if (thread < HEAD_DIM) task.values[begin * HEAD_DIM + thread] = new_value;
+}
+
+// All who multiply, for any number of positions: their vectors lie in shared memory.
+__device__ __forceinline__ void attend_several(Block& block, const AttentionTask& task, const float* gains, int layer, u32 use) {
+  using T = AttentionTask;
+  constexpr int PAIRS = HEAD_DIM / 2, AT_A_TIME = 4;
+  const int self = computed_here(threadIdx.x), warp = self / 32, team = warp / 4, member = warp % 4, thread = self % 128, lane = self % 32, begin = task.begin, count = task.count, queries = task.queries();
+  Attention& attention = block.scratch.attention;
+  // What earlier passes left, while this pass's vectors are on their way.
+  LanePart key[T::EACH];
+  float value[G];
+#pragma unroll
+  for (int i = 0; i < T::EACH; i++)
+    if (member + 4 * i < begin) key[i].load(task.keys + (member + 4 * i) * KEY_FLOATS);
+#pragma unroll
+  for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? task.values[p * HEAD_DIM + thread] : 0;
+  const int position = member + 4 * (lane - FIRST_KEY);  // of this lane's score
+  const bool has_key = lane >= FIRST_KEY && lane < FIRST_KEY + T::EACH && position < begin + count;
+  float norm = has_key && position < begin ? task.keys[position * KEY_FLOATS + HEAD_DIM] : 0;
+  __syncthreads();  // whoever used this memory before
+  // Keys and values of all columns, and the queries of this block's, several on their way at a time.
+  const int all = (count * 2 + queries) * PAIRS;
 #pragma unroll 1
-    for (int query = team, turn = 0; query - team < own * A::RATIO; query += TEAMS, turn ^= 1) {
-      const bool here = query < own * A::RATIO;
-      const int place = copy + query / A::RATIO * copies, head = kv * A::RATIO + query % A::RATIO, position = begin + place;
-      float* scores = attention.scores[turn][team];
-      if (here) {
-        LanePart mine;
-        mine.load(attention.query[query]);
-        float score[EACH];
+  for (int start = threadIdx.x; start - int(threadIdx.x) < all; start += THREADS * AT_A_TIME) {
+    uint4 pair[AT_A_TIME];
+    const auto index = [&](int i) { return min(start + i * THREADS, all - 1); };
+    for (u32 polls = 0;; poll_again(polls)) {
+      u32 missing = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) score[i] = member + 4 * i <= position ? mine.times(key[i]) : 0;
-#pragma unroll
-        for (int step = 16; step; step >>= 1) {
-#pragma unroll
-          for (int i = 0; i < EACH; i++) score[i] += __shfl_xor_sync(ALL_LANES, score[i], step);
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++)
-          if (lane == i) scores[member + 4 * i] = score[i];
+      for (int i = 0; i < AT_A_TIME; i++) {
+        const int vector = index(i) / PAIRS, query = vector - count * 2;
+        const int place = query < 0 ? vector / 2 : task.place(query);
+        const int from = query < 0 ? Q_WIDTH + vector % 2 * KV_WIDTH + task.kv * HEAD_DIM : task.head(query) * HEAD_DIM;
+        pair[i] = load_whole(block.exchange.attended(layer, task.column + place) + from / 2 + index(i) % PAIRS);
       }
-      __syncthreads();
-      if (!here) continue;
-      const float low = lane <= position ? scores[lane] : MINUS_INFINITY;
-      const float high = G > 32 && lane + 32 <= position ? scores[lane + 32] : MINUS_INFINITY;
-      const float largest = key_to_float(warp_max(order_key(fmaxf(low, high))));
-      const float share = lane <= position ? expf(low - largest) : 0, more = G > 32 && lane + 32 <= position ? expf(high - largest) : 0;
-      const float total = warp_sum(share + more);
-      float mixed[2] = {};
 #pragma unroll
-      for (int p = 0; p < G; p++) {
-        const float part = __shfl_sync(ALL_LANES, p < 32 ? share : more, p & 31);
-        mixed[p % 2] += p <= position ? part * value[p] : 0;
-      }
-      // Four lanes, a value each, make a piece.
-      const float first = __fdividef(mixed[0] + mixed[1], total), second = __shfl_xor_sync(ALL_LANES, first, 1);
-      const float third = __shfl_xor_sync(ALL_LANES, first, 2), fourth = __shfl_xor_sync(ALL_LANES, second, 2);
-      if (thread < HEAD_DIM && thread % 4 == 0)
-        WordTag(use).store(block.exchange.mixed + (column + place) * (Q_WIDTH / 4) + (head * HEAD_DIM + thread) / 4, split_four(make_float4(first, second, third, fourth)));
+      for (int i = 0; i < AT_A_TIME; i++) missing |= stale(pair[i], use);
+      if (!__any_sync(ALL_LANES, missing)) break;
     }
-    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < AT_A_TIME; i++) {
+      const int vector = index(i) / PAIRS, query = vector - count * 2;
+      float* const to = query >= 0 ? attention.query[query] : vector % 2 ? attention.value[vector / 2] : attention.key[vector / 2];
+      *reinterpret_cast<float2*>(to + index(i) % PAIRS * 2) = make_float2(__uint_as_float(pair[i].x), __uint_as_float(pair[i].z));
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = warp; i < count + queries; i += WARPS_A_BLOCK) {
+    const bool is_key = i < count;
+    const int place = begin + (is_key ? i : task.place(i - count));
+    float* const vector = is_key ? attention.key[i] : attention.query[i - count];
+    LanePart part;
+    part.load(vector);
+    const float by = head_norm(sum_of_lanes(part.times(part)));
+    part = Turn(gains + (is_key ? HEAD_DIM : 0), block.rotary + place * HEAD_DIM).of(part);
+    part.store(vector);
+    if (lane == 0) attention.norm[i] = by;
+    if (!is_key) continue;
+    float* const kept = task.keys + place * KEY_FLOATS;
+    part.store(kept);
+    if (lane == 0) kept[HEAD_DIM] = by;
+  }
+  __syncthreads();
+  // In registers, whatever the pass it came in.
+#pragma unroll
+  for (int i = 0; i < T::EACH; i++) {
+    const int p = member + 4 * i;
+    if (p >= begin && p < begin + count) key[i].load(attention.key[p - begin]);
+  }
+  if (has_key && position >= begin) norm = attention.norm[position - begin];
+#pragma unroll
+  for (int p = 0; p < G; p++)
+    if (p >= begin && p < begin + count && thread < HEAD_DIM) {
+      value[p] = attention.value[p - begin][thread];
+      if (team == 0) task.values[p * HEAD_DIM + thread] = value[p];
+    }
+#pragma unroll 1
+  for (int query = team, turn = 0; query < queries; query += T::TEAMS, turn ^= 1) {
+    const int place = task.place(query), last = begin + place;
+    LanePart mine;
+    mine.load(attention.query[query]);
+    float sums[SUMS] = {};
+#pragma unroll
+    for (int i = 0; i < T::EACH; i++) sums[FIRST_KEY + i] = member + 4 * i <= last ? mine.times(key[i]) : 0;
+    const float sum = sums_of_lanes(sums);
+    float* const scores = block.scores[turn][team];
+    if (has_key) scores[position] = sum * attention.norm[count + query] * norm;
+    named_sync(FIRST_OF_TEAMS + team, 128);
+    const Shares shares(scores, last);
+    float mixed[2] = {};
+#pragma unroll
+    for (int p = 0; p < G; p++) mixed[p % 2] = fmaf(shares.of(p), p <= last ? value[p] : 0, mixed[p % 2]);
+    store_mixed(block.exchange.mixed + (task.column + place) * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4, WordTag(use), shares, mixed);
+  }
+}
+
+// All who multiply.
+__device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int width) {
+  using T = AttentionTask;
+  const float* const gains = block.head_norm + layer * 2 * HEAD_DIM;
+  const u32 use = stream.uses.layer;
+  const int tasks = block.batch * KV_HEADS * block.copies, team = stream.warp / 4, first = CTAS - 1 - int(blockIdx.x) - block.desks;
+#pragma unroll 1
+  for (int index = first < 0 ? first + CTAS : first; index < tasks; index += CTAS) {
+    const T task(block, index, layer, width, block.copies);
+    if (task.count == 0) continue;
+    if (width > 1 || task.copy > 0) attend_several(block, task, gains, layer, use);
+    else if (team < T::RATIO) attend_one(block, task, team, T::TEAMS, team == 0, gains, layer, use);
+    __syncthreads();  // the keys and values are there for all, and the scores have been read
   }
 }
 
@@ -913,8 +1132,8 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 
 // All threads of the grid; `uses.pass` is the pass already.
 template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, Keepers keepers) {
-  const int columns = batch * width, tiles = (columns + TILE - 1) / TILE;
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int width) {
+  const int tiles = (block.batch * width + TILE - 1) / TILE;
   const Model& model = block.model;
   Uses& uses = stream.uses;
   if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, uses}, model.input_norm, uses.pass}});
@@ -922,7 +1141,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   for (int layer = 0; layer < LAYERS; layer++) {
     uses.layer++;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer, layer == 0});
-    if (!stream.adds()) attend(block, stream, layer, batch, width, keepers);
+    if (!stream.adds()) attend(block, stream, layer, width);
     multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
@@ -948,16 +1167,21 @@ __device__ __forceinline__ void place_column(Block& block, int i, int position) 
 constexpr int PLACES = (MAX_COLUMNS + 31) / 32 * 32;
 
 // All threads of the grid: the state that the kernel begins with.
-__device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, int columns, bool projected) {
+__device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, int full, int useful, bool projected) {
   constexpr int ALL = THREADS + HELPERS;
   u64* words = reinterpret_cast<u64*>(&block.model);
   for (int i = threadIdx.x; i < int(sizeof(Model) / 8); i += ALL) words[i] = addresses[i];
   for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
   arrivals_ready();
-  if (threadIdx.x == 0) block.target = block.rounds_ended = block.pushed = block.taken = 0, list_body(block, projected);
+  if (threadIdx.x == 0) {
+    block.target = block.rounds_ended = block.pushed = block.taken = 0;
+    block.batch = batch, block.full = full;
+    block.copies = max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1);
+    list_body(block, projected);
+  }
   if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
   sync_block();
-  if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, columns);
+  if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, batch * max(full, 2));
   for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += ALL) block.rotary[i] = block.model.rotary[i];
   if (int(threadIdx.x) < batch && block.model.requests) block.request[threadIdx.x] = block.model.requests[threadIdx.x];
@@ -984,7 +1208,7 @@ __device__ __forceinline__ void enter_decoder(Block& block, u32 pass, int column
     const int i = start + lane_id() * 4;
     const bool valid = i < H;
     const float4 zero = make_float4(0, 0, 0, 0), gain = valid ? constant_four(block.model.input_norm + i) : zero, value = valid ? four_of(i) : zero;
-    store_state(e.input_words + column * (H / 4), WordTag(pass), e.input_squares + column * (H / 16), pass, i, value, gain, valid);
+    store_state(e.input_words + column * (H / 4), WordTag(pass), e.input_squares + column * (H / 16), pass, i, value, gain, valid, 1);
     if (!valid) continue;
     uint4* const pairs = e.inputs + column * (H / 2) + i / 2;
     store_pair(pairs, value.x, value.y, pass), store_pair(pairs + 1, value.z, value.w, pass);
@@ -1060,12 +1284,12 @@ __device__ __noinline__ void select_entry(Block& block, DueLogits logits, int ro
 }
 
 // All threads of a block: accepts drafts of one row in a round, and tells all blocks where the row stands.
-__device__ __noinline__ void accept_entry(Block& block, int row, int drafts, int coupled, int round) {
+__device__ __noinline__ void accept_entry(Block& block, int row, int round) {
   const Model& m = block.model;
   if (threadIdx.x == 0) m.last[row] = block.last[row], m.rounds[row] = round - 1;
   __syncthreads();
   accept_part::accept_row(block.scratch.accept, row, m.drafts, m.draft_laws, m.picks, m.laws, m.requests, m.last, m.codes,
-                          m.states, m.rounds, m.history, drafts, coupled);
+                          m.states, m.rounds, m.history, block.full - 1, block.coupled);
   __syncthreads();
   if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(m.states[row]) << 16, u32(round)));
 }
@@ -1093,26 +1317,30 @@ __device__ __forceinline__ void wait_for_all(Block& block) {
 }
 
 // All threads of a block: picks the code of one entry, whose noise has been made. In `round` 0 and above it is committed; it
-// enters pass `pass` at column `place`, if that is not negative.
-__device__ __noinline__ void pick_entry(Block& block, const Uses& uses, int entry, int row, int use, float* laws, int* codes,
-                                        int round, u32 pass, int place) {
+// enters a pass at column `place`, if that is not negative: that of this round a draft, the next one another.
+__device__ __noinline__ void pick_entry(Block& block, const Uses uses, int entry, int row, int use, bool verifying, int round, int place) {
   const int depth = block.head_of[entry] + 1;
   if (depth <= 0) return;  // there is no such entry
-  select_entry(block, DueLogits{block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code}, row, depth, use, laws ? laws + entry * V : nullptr);
+  const Model& model = block.model;
+  float* const laws = block.full == 1 || round == 0 || block.coupled ? nullptr : (verifying ? model.laws : model.draft_laws) + entry * V;
+  const bool enters = place >= 0 && depth < G - 1;
+  const DueLogits logits = {block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code};
+  select_entry(block, logits, row, depth, use, laws);
   const int code = block.pick;
   if (round == 0) {
     if (threadIdx.x == 0) wait_for_all(block);
     __syncthreads();
   }
-  if (place >= 0 && depth < G - 1) embed(block, pass, place, embedding(block.model, depth, code));
+  if (enters) embed(block, uses.pass + verifying, place, embedding(model, depth, code));
   if (threadIdx.x == 0) {
-    codes[entry] = code;
-    if (round >= 0) commit(block.model, row, depth, code, round);
+    (verifying ? model.picks : model.drafts)[entry] = code;
+    if (round >= 0) commit(model, row, depth, code, round);
   }
 }
 
 // All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
-__device__ __forceinline__ void plan_round(Block& block, int batch, int drafts, int round) {
+__device__ __forceinline__ void plan_round(Block& block, int round) {
+  const int batch = block.batch, drafts = block.full - 1;
   sync_team();  // whoever read the plan before
   if (int(threadIdx.x) < batch) {
     const int row = threadIdx.x;
@@ -1172,16 +1400,51 @@ __device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int dra
   return warp_or(heads);
 }
 
+// All who multiply or add: the heads of a set for so many entries, `a_row` of them a row, and their picks.
+__device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, int entries, int a_row, bool verifying, int round) {
+  const int desk = CTAS - 1 - int(blockIdx.x);
+  const bool plain = block.full == 1 || round == 0;
+  const int use = verifying || block.coupled ? USE_TARGET : USE_DRAFT;
+  // Who has no rows of the heads makes the noise meanwhile.
+  const bool early = !Head::mine(0) && !stream.adds();
+  if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
+  run_heads(block, stream, heads, entries);
+  if (stream.adds()) return;
+  // The block's keys and values have been read: attention ends with a barrier.
+  if (round == 0 && block.full > 1 && threadIdx.x == 0) end_round(block);
+#pragma unroll 1
+  for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
+    const int row = entry / a_row, place = verifying ? row * block.full : row * block.full + 1 + entry % a_row;
+    if (!early || entry != desk) make_noise(block, entry, row, use);
+    pick_entry(block, stream.uses, entry, row, use, verifying, plain ? round : -1, plain || !verifying ? place : -1);
+  }
+}
+
+// All who multiply or add: what the drafts of a round come to, once the pass that verifies them has been picked from.
+__device__ __forceinline__ void settle(Block& block, const Stream& stream, int round) {
+  // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
+  __syncthreads();
+  if (threadIdx.x == 0) end_round(block);
+  const int desk = CTAS - 1 - int(blockIdx.x);
+  if (desk >= block.batch || block.last[desk] >= G - 1) return;
+  if (threadIdx.x == 0) wait_for_all(block);
+  __syncthreads();
+  accept_entry(block, desk, round);
+  const Model& model = block.model;
+  const int last = model.last[desk];
+  if (last < G - 1) embed(block, stream.uses.pass + 1, desk * block.full, embedding(model, last, model.codes[desk * G + last]));
+}
+
 KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
   // instructions stay where they are fetched from. Attention keeps away from them where there are blocks enough.
-  const int cta = blockIdx.x, desk = CTAS - 1 - cta, full = drafts + 1;
-  const Keepers keepers(batch, full, batch * full < CTAS ? batch * full : 0);
-  begin(block, addresses, batch, batch * max(full, 2), true);
-  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer{block, memory + BLOCK_BYTES}.run();
+  const int desk = CTAS - 1 - int(blockIdx.x);
+  if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
+  begin(block, addresses, batch, drafts + 1, drafts + 1, true);
+  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
   Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
   Uses& uses = stream.uses;
   stream.push(BODY);
@@ -1198,66 +1461,38 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
 
 #pragma unroll 1
   for (int round = 0;; round++) {
-    const int width = round == 0 ? 2 : full, columns = batch * width;
-    const bool plain = drafts == 0 || round == 0;
     if (round > 0) {
-      plan_round(block, batch, drafts, round);
+      plan_round(block, round);
       if (block.finished) break;
     }
     uses.pass++;
     // First the drafts, then the pass that verifies them; each ends in heads and picks.
 #pragma unroll 1
-    for (int verifying = plain; verifying < 2; verifying++) {
+    for (int verifying = block.full == 1 || round == 0; verifying < 2; verifying++) {
+      const int width = round == 0 ? 2 : block.full, a_row = verifying ? width : width - 1;
       u32 heads;
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
-        if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        heads = list_target_heads(block, columns);
-        run_pass<HAS_PROJECTION>(block, stream, batch, width, keepers);
+        if (block.full == 1 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
+        heads = list_target_heads(block, block.batch * width);
+        run_pass<HAS_PROJECTION>(block, stream, width);
       } else {
-        heads = list_draft_heads(block, batch, drafts, round == 1 ? 2 : full);
+        heads = list_draft_heads(block, block.batch, width - 1, round == 1 ? 2 : width);
         if (heads) stream.push(heads);
         stream.push(BODY);
-        stream.push(set_of_targets(block, columns));
+        stream.push(set_of_targets(block, block.batch * width));
         if (!heads) continue;
       }
-      const int entries = verifying ? columns : batch * drafts;
-      const int a_row = verifying ? width : drafts, use = verifying || coupled ? USE_TARGET : USE_DRAFT;
-      // Who has no rows of the heads makes the noise meanwhile.
-      const bool early = !Head::mine(0) && !stream.adds();
-      if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
-      run_heads(block, stream, heads, entries);
-      if (stream.adds()) continue;
-      // The block's keys and values have been read: attention ends with a barrier.
-      if (round == 0 && drafts > 0 && threadIdx.x == 0) end_round(block);
-
-      float* const laws = plain || coupled ? nullptr : verifying ? model.laws : model.draft_laws;
-      int* const codes = verifying ? model.picks : model.drafts;
-#pragma unroll 1
-      for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
-        if (!early || entry != desk) make_noise(block, entry, entry / a_row, use);
-        const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % drafts;
-        pick_entry(block, uses, entry, row, use, laws, codes, plain ? round : -1, verifying ? uses.pass + 1 : uses.pass, plain || !verifying ? place : -1);
-      }
+      apply_and_pick(block, stream, heads, block.batch * a_row, a_row, verifying, round);
     }
-    if (plain || stream.adds()) continue;
-    // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
-    __syncthreads();
-    if (threadIdx.x == 0) end_round(block);
-    if (desk < batch && block.last[desk] < G - 1) {
-      if (threadIdx.x == 0) wait_for_all(block);
-      __syncthreads();
-      accept_entry(block, desk, drafts, coupled, round);
-      const int last = model.last[desk];
-      if (last < G - 1) embed(block, uses.pass + 1, desk * full, embedding(model, last, model.codes[desk * G + last]));
-    }
+    if (block.full > 1 && round > 0 && !stream.adds()) settle(block, stream, round);
   }
 
   if (stream.adds()) return;
   stream.push(STOP);
   grid_barrier(block);
   // The Talker's next input, added in the order of the depths.
-  for (int i = cta * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
     const int row = i / HT, channel = i % HT;
     float sum = 0;
 #pragma unroll
@@ -1275,8 +1510,9 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   DYNAMIC_SHARED(memory);
   Block& block = *reinterpret_cast<Block*>(memory);
   const int columns = batch * width;
-  begin(block, addresses, batch, columns, false);
-  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer{block, memory + BLOCK_BYTES}.run();
+  if (threadIdx.x == 0) block.desks = 0;
+  begin(block, addresses, batch, width, MAX_COPIES, false);
+  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
   Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
   for (int i = threadIdx.x; i < PLACES; i += TEAM) place_column(block, i, i < columns ? positions[i] : -1);
   stream.push(BODY);
@@ -1285,7 +1521,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
-  run_pass<false>(block, stream, batch, width, Keepers(batch, MAX_COPIES, 0));
+  run_pass<false>(block, stream, width);
   sync_team();
   if (stream.adds()) return;
   grid_barrier(block);

@@ -38,14 +38,14 @@ PARAMS = [SamplingParams(), SamplingParams(top_k=20, top_p=0.8, temperature=1.1)
 WINDOWS = [(0, "rejection"), (2, "rejection"), (3, "rejection"), (4, "coupled"), (8, "rejection"), (8, "coupled")]
 
 
-def build(folder: Path, precision: str, talker_width: int, *, layers: int = SIZE.layers) -> Path:
+def build(folder: Path, precision: str, talker_width: int, *, size: DecoderSize = SIZE, groups: int = GROUPS) -> Path:
     """Build a small CodePredictor; a Talker of another width has a projection."""
     tiny = SyntheticSpec.tiny()
     spec = replace(
         tiny,
-        code_predictor=replace(SIZE, layers=layers),
+        code_predictor=size,
         talker=replace(tiny.talker, hidden=talker_width, layers=1),
-        num_code_groups=GROUPS,
+        num_code_groups=groups,
         codebook_size=CODEBOOK,
     )
     write_checkpoint(folder / "checkpoint", spec)
@@ -61,7 +61,14 @@ def build(folder: Path, precision: str, talker_width: int, *, layers: int = SIZE
 class Case:
     """A folder, its host predictor, and the fused kernel on what runs kernels."""
 
-    def __init__(self, engine: Path, make_kernels: Callable[[FusedPlan], Any], blocks: int, shared_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: Path,
+        make_kernels: Callable[[FusedPlan], Any],
+        blocks: int,
+        shared_bytes: int,
+        threads: int = 128,
+    ) -> None:
         folder = self.folder = engine / "code_predictor"
         self.host = CodePredictor.from_engine_dir(folder, device="cpu", threads=1)
         self.plan = FusedPlan(
@@ -70,7 +77,7 @@ class Case:
             projected=(folder / "small_to_mtp_projection.safetensors").is_file(),
             blocks=blocks,
             shared_bytes=shared_bytes,
-            threads=128,
+            threads=threads,
         )
         assert self.plan.refusal() is None
         self.model = FusedModel(make_kernels(self.plan), self.plan, folder, engine / "talker")
@@ -172,7 +179,7 @@ def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> Non
 
 def test_a_block_that_keeps_keys_may_be_late_for_any_number_of_layers(tmp_path: Path) -> None:
     """With three layers the first use of a column that the prefill had not would have the tag of what clearing left."""
-    engine = build(tmp_path, "bf16", SIZE.hidden, layers=3)
+    engine = build(tmp_path, "bf16", SIZE.hidden, size=replace(SIZE, layers=3))
     case = Case(engine, lambda plan: HostKernels(plan.macros(), tmp_path), blocks=15, shared_bytes=100_000)
     hidden, code0 = case.states(1, seed=8)
     wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=3)
@@ -199,6 +206,37 @@ def test_a_block_without_rows_may_be_late(case_of_host: Case, verify_size: int, 
     found = case.model.frame(hidden, code0, [(PARAMS[1], 5, 2)], drafts=drafts, order=LATE + block)
     np.testing.assert_array_equal(found.codes, wanted.codes)
     assert found.rounds == wanted.rounds
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "groups", "threads"),
+    [(3, 3, 96, 33, 128), (4, 1, 128, 21, 256), (2, 1, 64, 2, 256)],
+    ids=["a query a key, 33 depths", "four queries a key, two teams", "one depth"],
+)
+def test_other_shapes(
+    tmp_path: Path, make_kernels: Any, heads: int, kv_heads: int, head_dim: int, groups: int, threads: int
+) -> None:
+    """Hidden states are the graph's, and codes those of plain decoding, whichever passes they come in."""
+    size = DecoderSize(hidden=96, layers=1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=64)
+    engine = build(tmp_path, "bf16", size.hidden, size=size, groups=groups)
+    case = Case(engine, make_kernels, blocks=10, shared_bytes=120_000, threads=threads)
+    starts = [0, 1, *range(2, groups, 5)]
+    places = [np.arange(start, end)[None] for start, end in zip(starts, [*starts[1:], groups], strict=True)]
+    random = np.random.default_rng(4)
+    steps = [(random.standard_normal((1, at.size, size.hidden)).astype(np.float32), at) for at in places]
+    session = case.host._session
+    session.start(1, groups + 8)
+    for found, step in zip(case.model.passes(steps), steps, strict=True):
+        wanted = session.forward(*step)
+        assert np.linalg.norm(found - wanted) < 2e-5 * np.linalg.norm(wanted)
+    hidden, code0 = case.states(2, seed=6)
+    draws = [(PARAMS[row], 21 + row, 3) for row in range(2)]
+    plain = case.model.frame(hidden, code0, draws)
+    wanted = case.host.decode_frame(hidden, code0, params=PARAMS[:2], seeds=[21, 22], frames=3, verify_size=0)
+    np.testing.assert_array_equal(plain.codes, wanted.codes)
+    for drafts in (2, 7) if groups > 2 else ():
+        found = case.model.frame(hidden, code0, draws, drafts=drafts, coupled=True)
+        np.testing.assert_array_equal(found.codes, plain.codes)
 
 
 def test_few_blocks_take_a_matrix_in_slabs(engine: Path, make_kernels: Any) -> None:

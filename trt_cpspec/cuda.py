@@ -155,7 +155,11 @@ class Device:
 
     def download(self, target: NDArray[Any], source: DeviceArray) -> None:
         """Copy device memory to the host, on the stream."""
-        self.call("cuMemcpyDtoHAsync", target.ctypes.data, source.address, target.nbytes, self.stream)
+        self.download_at(target, source.address)
+
+    def download_at(self, target: NDArray[Any], address: int) -> None:
+        """Copy what lies at an address on the device to the host, on the stream."""
+        self.call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.stream)
 
     def synchronize(self) -> None:
         """Wait for the stream."""

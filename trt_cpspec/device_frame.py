@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,17 +90,17 @@ class FrameIO:
     Attributes
     ----------
     address : dict of str to int
-        On the device: ``requests``, ``talker_hidden``; ``codes``, ``history``, ``rounds``, ``errors``, ``embedded``.
+        On the device: ``requests``, ``talker_hidden``, ``counter`` (two words that are 0 before each launch), which go
+        in; ``codes``, which goes both ways; ``history``, ``rounds``, ``errors``, ``embedded``, which come out.
     """
 
     def __init__(self, device: Device, batch: int, groups: int, talker_width: int) -> None:
-        self._device = device
-        self._input = _Block(
-            device, {"requests": ((batch,), REQUEST), "talker_hidden": ((batch, talker_width), np.float32)}
-        )
-        self._state = _Block(
+        self._block = _Block(
             device,
             {
+                "requests": ((batch,), REQUEST),
+                "talker_hidden": ((batch, talker_width), np.float32),
+                "counter": ((2,), np.uint32),
                 "codes": ((batch, groups), np.int32),
                 "history": ((batch, groups, 3), np.int32),
                 "rounds": ((batch,), np.int32),
@@ -107,26 +108,26 @@ class FrameIO:
                 "embedded": ((batch, talker_width), np.float32),
             },
         )
-        self.address = self._input.address | self._state.address
+        self.address = self._block.address
 
     def fill(
         self, talker_hidden: NDArray[np.float32], code0: Codes, rows: Sequence[tuple[SamplingParams, int, int]]
     ) -> None:
         """Write the page-locked inputs of the next launch."""
-        requests = self._input.host["requests"]
+        host = self._block.host
+        requests = host["requests"]
         for index, (params, seed, frame) in enumerate(rows):
             requests[index] = request_entry(params, seed, frame)
-        self._input.host["talker_hidden"][...] = talker_hidden
-        self._state.host["codes"][:, 0] = code0
+        host["talker_hidden"][...] = talker_hidden
+        host["codes"][:, 0] = code0
 
     def upload(self) -> None:
         """Copy the inputs to the device, on the stream."""
-        self._input.upload()
-        self._state.upload()
+        self._block.upload("requests", "codes")
 
     def download(self) -> None:
         """Copy what came out to the host, on the stream."""
-        self._state.download()
+        self._block.download("codes", "embedded")
 
     def result(self, window: Window) -> FrameResult:
         """Read what came back, after the stream has been waited for.
@@ -136,16 +137,20 @@ class FrameIO:
         NumericsError
             The model gave logits that describe no law, in row ``error.row``.
         """
-        host = self._state.host
+        host = self._block.host
         errors = host["errors"].tolist()
         if min(errors) != NO_ERROR:
             row = errors.index(min(errors))
             raise NumericsError(f"CodePredictor, depth {errors[row]}: the logits describe no law", row=row)
         history = host["history"]
-        rounds = [
-            list(map(Round._make, history[row, :count].tolist())) for row, count in enumerate(host["rounds"].tolist())
-        ]
+        rounds = [list(_rounds_of(history[row, :count].tobytes())) for row, count in enumerate(host["rounds"].tolist())]
         return FrameResult(codes=host["codes"].copy(), rounds=rounds, window=window, embedded=host["embedded"].copy())
+
+
+@lru_cache(maxsize=4096)
+def _rounds_of(history: bytes) -> tuple[Round, ...]:
+    """Read a row's rounds. Many frames have the same ones, and reading them takes longer than all else of a result."""
+    return tuple(map(Round._make, np.frombuffer(history, np.int32).reshape(-1, 3).tolist()))
 
 
 class CapturedFrame(Protocol):
@@ -247,16 +252,19 @@ class DeviceFrames(CapturedFrames):
 
 
 class _Block:
-    """Several arrays in one piece of memory, on the device and page-locked on the host, copied together."""
+    """Several arrays in one piece of memory, on the device and page-locked on the host: neighbours go in one copy."""
 
     def __init__(self, device: Device, layout: dict[str, tuple[tuple[int, ...], Any]]) -> None:
-        offsets, total = {}, 0
+        offsets: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        total = 0
         for name, (shape, dtype) in layout.items():
             offsets[name] = total
-            total += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+            self._end[name] = total + int(np.prod(shape)) * np.dtype(dtype).itemsize
+            total = -(-self._end[name] // _ALIGNMENT) * _ALIGNMENT
         self._device_side = device.zeros((total,), np.uint8)
         self._host_side = device.pinned((total,), np.uint8)
-        self._device = device
+        self._device, self._offsets = device, offsets
         self.host: dict[str, NDArray[Any]] = {}
         self.address: dict[str, int] = {}
         for name, (shape, dtype) in layout.items():
@@ -264,13 +272,15 @@ class _Block:
             self.host[name] = self._host_side[offsets[name] : offsets[name] + size].view(dtype).reshape(shape)
             self.address[name] = self._device_side.address + offsets[name]
 
-    def upload(self) -> None:
-        """Copy all arrays to the device, on the stream."""
-        self._device.upload(self._device_side, self._host_side)
+    def upload(self, first: str, last: str) -> None:
+        """Copy the arrays from one to another to the device, on the stream."""
+        start, end = self._offsets[first], self._end[last]
+        self._device.upload_at(self._device_side.address + start, self._host_side[start:end])
 
-    def download(self) -> None:
-        """Copy all arrays to the host, on the stream."""
-        self._device.download(self._host_side, self._device_side)
+    def download(self, first: str, last: str) -> None:
+        """Copy the arrays from one to another to the host, on the stream."""
+        start, end = self._offsets[first], self._end[last]
+        self._device.download_at(self._host_side[start:end], self._device_side.address + start)
 
 
 class _EngineFrame:

@@ -36,6 +36,8 @@ UNIT = 32
 _UNIT_BYTES = 512
 """Of a unit of 8 rows."""
 _PADDING = 4
+_KEY_PADDING = 4
+"""Floats of a kept key behind its values: its norm, and alignment."""
 _RESERVED_BYTES = 4096
 """Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
 _SELECT_BYTES = 12288
@@ -195,11 +197,12 @@ class FusedPlan:
         """Return the shared memory of a block beside its ring, for sums of so many rows."""
         d, warps = self.spec.decoder, self.threads // 32
         sums = 2 * 8 * (warps * (rows + _PADDING) + 1) * 4
-        vectors = d.num_attention_heads // d.num_key_value_heads + 2  # queries, key and value
-        attention = (MAX_VERIFY_SIZE * vectors * d.head_dim + 2 * warps // 4 * 64) * 4
+        ratio, scores = d.num_attention_heads // d.num_key_value_heads, 2 * (warps // 4) * 64 * 4
+        # Queries, key and value of each position, and norms of all but the values.
+        attention = MAX_VERIFY_SIZE * ((ratio + 2) * d.head_dim + ratio + 1) * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
         noise = next(items for items in (4, 8, 16) if d.vocab_size <= items * self.threads) * self.threads * 4
-        return _RESERVED_BYTES + constants + sums + max(attention, _SELECT_BYTES + noise)
+        return _RESERVED_BYTES + constants + sums + scores + max(attention, _SELECT_BYTES + noise)
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
@@ -335,12 +338,12 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
     attended = d.num_hidden_layers * (heads + 2 * d.num_key_value_heads * d.head_dim)
     pairs = d.hidden_size + d.hidden_size // 4 + attended + 2 * d.vocab_size
     pieces = columns * (words // 4 + pairs // 2) + plan.max_batch // 2 + 1
-    cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups, d.head_dim)
+    cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups)
     return {
         "exchange": ((pieces, 4), np.uint32),
         "hidden": ((columns, d.hidden_size), np.float32),
-        "keys": (cache, np.float32),
-        "values": (cache, np.float32),
+        "keys": ((*cache, d.head_dim + _KEY_PADDING), np.float32),
+        "values": ((*cache, d.head_dim), np.float32),
         "laws": ((columns, d.vocab_size), np.float32),
         "draft_laws": ((columns, d.vocab_size), np.float32),
         "picks": ((columns,), np.int32),
@@ -460,15 +463,14 @@ class FusedModel:
         return table
 
     def work(self, batch: int, drafts: int) -> dict[str, DeviceArray]:
-        """Allocate the working memory of a batch."""
+        """Allocate the working memory of a batch; a frame's ``counter`` is that of its input."""
         layout = work_layout(self.plan, batch, drafts)
         needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
         self.device.require(needed, f"the fused kernel's memory of {batch} row(s)")
         return {name: self.device.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
 
-    def enqueue(self, kernel: str, work: Mapping[str, DeviceArray], arguments: tuple[Any, ...]) -> None:
-        """Put one launch on the stream, behind a reset of its barrier."""
-        work["counter"].zero()
+    def enqueue(self, kernel: str, arguments: tuple[Any, ...]) -> None:
+        """Put one launch on the stream; its ``counter`` must be 0."""
         self._library.run_on(self.device.stream, self.plan.call(kernel, arguments))
 
 
@@ -576,7 +578,8 @@ class _PassMemory:
     def enqueue(self, width: int) -> None:
         """Put a pass of ``width`` positions a row on the stream, over what was uploaded last."""
         arguments = (self._table.address, self._rows.address, self._positions.address, self._hidden.address)
-        self._model.enqueue("fused_pass", self.work, (*arguments, np.int32(self._batch), np.int32(width)))
+        self.work["counter"].zero()
+        self._model.enqueue("fused_pass", (*arguments, np.int32(self._batch), np.int32(width)))
 
 
 class FusedFrames(CapturedFrames):
@@ -609,7 +612,7 @@ class _FusedFrame:
 
         def frame() -> None:
             self.io.upload()
-            model.enqueue("fused_frame", self._work, arguments)
+            model.enqueue("fused_frame", arguments)
             self.io.download()
 
         self.graph = model.device.capture(frame)
