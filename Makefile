@@ -11,8 +11,9 @@ export TEXT
 demo: $(VENV)/installed
 	$(BIN)/cpspec demo $(if $(TEXT),--text "$$TEXT")
 
+# Each process of pytest takes up to 1.5 GB with TensorRT-RTX, and whoever has no tests left takes some of another's.
 test: lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -39,6 +39,7 @@ struct Fiber {
   jmp_buf context;
   ucontext_t start;
   State state;
+  bool started;
   unsigned barrier;
 };
 
@@ -46,6 +47,14 @@ struct Warp {
   uint64_t slot[2][32];
   unsigned arrived, generation;
   const char* primitive;
+};
+
+// The factors of a product of matrices, as all lanes see them; of two, as for a warp's slots.
+struct Tile {
+  float rows[16][16], columns[8][16];
+};
+struct Tiles {
+  Tile of[2];
 };
 
 constexpr size_t STACK = 128 * 1024;
@@ -65,7 +74,7 @@ struct Group {
   Index index;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::vector<bool> started;
+  Tiles* tiles[32] = {};  // of the warps that have multiplied; kept as the stacks are
   std::vector<char> shared;  // dynamic
   char* stacks = nullptr;
   size_t stack_count = 0;
@@ -146,7 +155,7 @@ inline const uint64_t* warp_meet(unsigned mask, const char* primitive, uint64_t 
   const unsigned index = current / 32, lane = current % 32;
   Warp& warp = group->warps[index];
   if (mask != 0xFFFFFFFFu) fault = "a warp primitive with a partial mask";
-  if (warp.arrived && std::strcmp(warp.primitive, primitive)) fault = "lanes of a warp meet in different primitives";
+  if (warp.arrived && warp.primitive != primitive && std::strcmp(warp.primitive, primitive)) fault = "lanes of a warp meet in different primitives";
   warp.primitive = primitive;
   const unsigned generation = warp.generation;
   warp.slot[generation & 1][lane] = value;
@@ -190,7 +199,6 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
   one.pending.clear();
   one.fibers.resize(threads);
   one.warps.assign((threads + 31) / 32, Warp{});
-  one.started.assign(threads, false);
   one.shared.assign(shared_bytes + 128, char(0xA5));
   one.at_block = one.exited = one.any = 0;
   for (unsigned& count : one.at_part) count = 0;
@@ -201,7 +209,7 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
     one.fibers[i].start.uc_stack.ss_size = STACK;
     one.fibers[i].start.uc_link = nullptr;
     makecontext(&one.fibers[i].start, reinterpret_cast<void (*)()>(fiber_main), 0);
-    one.fibers[i].state = READY;
+    one.fibers[i].state = READY, one.fibers[i].started = false;
   }
 }
 
@@ -227,11 +235,12 @@ inline bool advance(Group& one, unsigned order) {
         again = false;
         for (unsigned l = 0; l < lanes; l++) {
           const unsigned index = warp * 32 + permuted(l, lanes, order);
-          if (one.fibers[index].state != READY) continue;
-          const bool fresh = !one.started[index];
-          one.started[index] = true;
+          Fiber& fiber = one.fibers[index];
+          if (fiber.state != READY) continue;
+          const bool fresh = !fiber.started;
+          fiber.started = true;
           resume(index, fresh);
-          if (one.fibers[index].state != SPINNING) again = progress = any_progress = true;
+          if (fiber.state != SPINNING) again = progress = any_progress = true;
         }
       }
     }
@@ -399,23 +408,25 @@ extern "C" void cudaGraphSetConditional(unsigned long long handle, unsigned valu
 // tensor cores want them (PTX ISA, "Matrix fragments for mma.m16n8k16"). T says how 16 bits become a float.
 template <class T>
 void shim_tensor_product(float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  uint64_t words[3][32];
-  const uint64_t mine[3] = {a0 | uint64_t(a1) << 32, a2 | uint64_t(a3) << 32, b0 | uint64_t(b1) << 32};
-  for (int i = 0; i < 3; i++) std::memcpy(words[i], shim::warp_meet(0xFFFFFFFFu, "mma", mine[i]), sizeof words[i]);
-  const auto value = [&](int word, int lane, int half) {
-    const T bits = {static_cast<unsigned short>(words[word][lane] >> (half * 16))};
-    return to_float(bits);
+  const unsigned index = shim::current / 32;
+  const int first = (threadIdx.x & 31) / 4, pair = (threadIdx.x & 31) % 4 * 2;
+  shim::Tiles*& tiles = shim::group->tiles[index];
+  if (!tiles) tiles = new shim::Tiles;
+  shim::Tile& tile = tiles->of[shim::group->warps[index].generation & 1];
+  const auto put = [&](float* to, unsigned word) {
+    to[0] = to_float(T{static_cast<unsigned short>(word)});
+    to[1] = to_float(T{static_cast<unsigned short>(word >> 16)});
   };
-  const int group = (threadIdx.x & 31) / 4, pair = (threadIdx.x & 31) % 4;
-  for (int i = 0; i < 4; i++) {
-    const int row = group + (i / 2) * 8, column = pair * 2 + i % 2;
-    float sum = 0;
-    for (int k = 0; k < 16; k++) {
-      // a0: rows 0-7, k 0-7; a1: rows 8-15, k 0-7; a2, a3: the same of k 8-15. b0: k 0-7; b1: k 8-15.
-      const float a = value(k / 8, row % 8 * 4 + k % 8 / 2, row / 8 * 2 + k % 2);
-      const float b = value(2, column * 4 + k % 8 / 2, k / 8 * 2 + k % 2);
-      sum += a * b;
-    }
-    sums[i] += sum;
+  // a0: rows 0-7, k 0-7; a1: rows 8-15, k 0-7; a2, a3: the same of k 8-15. b0: k 0-7; b1: k 8-15.
+  put(&tile.rows[first][pair], a0), put(&tile.rows[first + 8][pair], a1);
+  put(&tile.rows[first][pair + 8], a2), put(&tile.rows[first + 8][pair + 8], a3);
+  put(&tile.columns[first][pair], b0), put(&tile.columns[first][pair + 8], b1);
+  shim::warp_meet(0xFFFFFFFFu, "mma", 0);
+  const float *upper = tile.rows[first], *lower = tile.rows[first + 8], *left = tile.columns[pair], *right = tile.columns[pair + 1];
+  float sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;
+  for (int k = 0; k < 16; k++) {
+    sum0 += upper[k] * left[k], sum1 += upper[k] * right[k];
+    sum2 += lower[k] * left[k], sum3 += lower[k] * right[k];
   }
+  sums[0] += sum0, sums[1] += sum1, sums[2] += sum2, sums[3] += sum3;
 }
