@@ -497,8 +497,8 @@ __device__ __forceinline__ int computed_here(int value) {
 // Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; const uint4* row(int column): where its
 //        IN split values will be; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
 //        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
-//        store(const Place&, float4 sums, bool valid, int apart), all lanes, those with the next four `apart`. The result of a paired matrix is silu(first) times
-//        second.
+//        store(const Place&, float4 sums, bool valid, int apart), all lanes: the next four are `apart` lanes away. The
+//        result of a paired matrix is silu(first) times second.
 
 // A warp that multiplies: its slice of the inner dimension, for one tile. Before the columns are waited for, as many weights
 // as there are registers for are in them.
@@ -571,8 +571,8 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   named_arrive(full(stream.turn), TEAM);
 }
 
-// Those who add, for one tile: a thread has four rows of a column, always the same of a state. First, eight lanes a column,
-// the inverse root of its mean square.
+// Those who add, for one tile: a thread has four rows of a column, or one where columns are few, and it is always the same
+// thread that stores four of a state. First, eight lanes a column, the inverse root of its mean square.
 template <class P, class Task>
 __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int slab, int tile, u32 wanted, const Task& task) {
   constexpr int OUTS = P::PAIRED ? P::ROWS / 2 : P::ROWS, LAST = P::OUT * OUTS / P::ROWS, FOURS = OUTS / 4, ALL = ADDERS * 32;
@@ -593,7 +593,7 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int s
     named_sync(7, ALL);
   }
   const auto by = [&](int place) { return Task::NORMED ? sums.inverse[place] * (1 / operand_scale(WEIGHT())) : 1 / operand_scale(WEIGHT()); };
-  constexpr int STEP = sizeof(sums.part[0]) / sizeof(float), FEW = ALL / OUTS;
+  constexpr int STEP = sizeof(sums.part[0]) / sizeof(float), FEW = ALL / OUTS < TILE ? ALL / OUTS : TILE;
   if (FEW > 0 && wanted < 1u << FEW) {
     // Of few columns a thread adds one row, and of four threads one stores.
     const int place = thread / OUTS, local = thread % OUTS, out = P::first_row(slab) / (P::ROWS / OUTS) + local;
@@ -894,8 +894,8 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
 }
 __device__ __forceinline__ float head_norm(float squares) { return rsqrtf(squares * (1.0f / HEAD_DIM) + RMS_EPS); }
 
-// A block's task in attention: a row and a head of keys, whose keys and values always the same blocks keep: `copies` of them,
-// each to itself, which share the queries.
+// A block's task in attention: a row and a head of keys, whose keys and values always the same blocks keep: `copies` of
+// them, each to itself, which share the queries.
 struct AttentionTask {
   static constexpr int RATIO = HEADS / KV_HEADS, TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;  // four warps a query
   int kv, copy, copies, column, begin, count;  // the first position, and how many there are
@@ -938,8 +938,8 @@ __device__ __forceinline__ void store_mixed(uint4* to, WordTag tag, const Shares
   if (thread < HEAD_DIM && thread % 4 == 0) tag.store(to + thread / 4, split_four(make_float4(a, b, c, d)));
 }
 
-// Four warps, for one position and every `step`th of its queries from `query` on: without shared memory but for the scores, and
-// with few instructions behind the wait.
+// Four warps, for one position and every `step`th of its queries from `query` on: without shared memory but for the
+// scores, and with few instructions behind the wait.
 __device__ __forceinline__ void attend_one(Block& block, const AttentionTask& task, int query, int step, bool keeps, const float* gains, int layer, u32 use) {
   using T = AttentionTask;
   const int all = computed_here(threadIdx.x), team = all / 128, member = all / 32 % 4, thread = all % 128, lane = all % 32, begin = task.begin;
@@ -970,12 +970,9 @@ __device__ __forceinline__ void attend_one(Block& block, const AttentionTask& ta
   DuePart due, due_key;
   uint2 due_value;
   for (u32 polls = 0;; poll_again(polls)) {
-    due.load(query_vector);
-    due_key.load(key_vector);
+    due.load(query_vector), due_key.load(key_vector);
     due_value = load_whole(value_at);
-    u32 missing = due_key.missing(use) | (due_value.y ^ use);
-    missing |= due.missing(use);
-    if (!__any_sync(ALL_LANES, missing)) break;
+    if (!__any_sync(ALL_LANES, due.missing(use) | due_key.missing(use) | (due_value.y ^ use))) break;
   }
   const float new_value = __uint_as_float(due_value.x);
   LanePart new_key = due_key.part();
