@@ -525,7 +525,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   u32 polls = 0;
   // One word is waited for first: all of them, again and again, would stand in the way of those who make them. Of many
   // columns, whose words are many, one warp looks for some of a row, and the others wait for it.
-  if (wanted >> (TILE / 2)) {
+  if (__popc(wanted) > TILE / 2) {
     if (warp == 0) {
       const uint4* const first = task.row(tile * TILE + __ffs(wanted) - 1) + lane_id() % 8 * (P::IN / 4) / 8;
       while (__any_sync(ALL_LANES, tag.stale(load_whole(first)))) poll_again(polls);
@@ -1075,6 +1075,7 @@ __device__ __forceinline__ void attend_several(Block& block, const AttentionTask
     part.store(kept);
     if (lane == 0) kept[HEAD_DIM] = by;
   }
+  __syncwarp();
   __syncthreads();
   // In registers, whatever the pass it came in.
 #pragma unroll
@@ -1121,6 +1122,7 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
     if (task.count == 0) continue;
     if (width > 1 || task.copy > 0) attend_several(block, task, gains, layer, use);
     else if (team < T::RATIO) attend_one(block, task, team, T::TEAMS, team == 0, gains, layer, use);
+    __syncwarp();
     __syncthreads();  // the keys and values are there for all, and the scores have been read
   }
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <vector>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -213,10 +214,10 @@ inline void start_block(Group& one, Index index, unsigned threads, unsigned shar
   }
 }
 
-// A permutation of 0 .. count - 1 for each order: forward, backward, or an odd stride (3, 5, 7: primes).
+// A permutation of 0 .. count - 1 for each order: forward, backward, or an odd stride that has no factor in common with it.
 inline unsigned permuted(unsigned i, unsigned count, unsigned order) {
   const unsigned stride = 2 * order + 1;
-  return order == 0 ? i : order == 1 ? count - 1 - i : (i * (count % stride ? stride : 1) + order) % count;
+  return order == 0 ? i : order == 1 ? count - 1 - i : (i * (std::gcd(count, stride) == 1 ? stride : 1) + order) % count;
 }
 
 // Runs a block as far as it gets; true where anyone got further.
