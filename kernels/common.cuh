@@ -7,7 +7,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-#define KERNEL extern "C" __global__ void
+#define COMPILED_KERNEL extern "C" __global__ void
+#define KERNEL COMPILED_KERNEL
 
 // PARTICIPANTS, where it is defined: only so many of a block's threads take part in its barriers, the first ones.
 #ifdef PARTICIPANTS

@@ -35,8 +35,10 @@ _HEADERS = {"fused_frame": ("common.cuh", "streaming.cuh")}
 """What stands in front of a source file; of those that are not named it is ``common.cuh`` alone."""
 
 _PARTS = {"fused_frame": ("select_sample", "accept")}
-"""Source files that stand between the headers and another, each in a namespace of its own."""
+"""Source files that stand between the headers and another, each in its namespace; their kernels are not compiled."""
 
+_WITHOUT_KERNELS = "#undef KERNEL\n#define KERNEL template <int> __global__ void\n"
+_WITH_KERNELS = "#undef KERNEL\n#define KERNEL COMPILED_KERNEL\n"
 
 _PLAIN_SHARED_BYTES = 48 * 1024
 """Shared memory of a block that needs no leave."""
@@ -84,7 +86,7 @@ def source_text(source: str) -> str:
 
     parts = [f"namespace {part}_part {{\n{text_of(f'{part}.cu')}}}\n" for part in _PARTS.get(source, ())]
     headers = [text_of(header) for header in _HEADERS.get(source, ("common.cuh",))]
-    return "".join([*headers, *parts, text_of(f"{source}.cu")])
+    return "".join([*headers, _WITHOUT_KERNELS, *parts, _WITH_KERNELS, text_of(f"{source}.cu")])
 
 
 def compile_source(source: str, macros: Mapping[str, str], *, arch: str, on_disk_cache: bool = True) -> Any:
