@@ -63,6 +63,7 @@ constexpr int ADDERS = HELPERS / 32 - 1;
 constexpr int TILE = 8;  // positions of one tensor-core product
 constexpr int MAX_WIDTH = 8;
 constexpr int Q_WIDTH = HEADS * HEAD_DIM, KV_WIDTH = KV_HEADS * HEAD_DIM;
+constexpr int RATIO = HEADS / KV_HEADS;  // queries of a key
 constexpr int MAX_COLUMNS = MAX_BATCH * MAX_WIDTH;
 constexpr int KEY_FLOATS = HEAD_DIM + 4;  // a key, its norm, and what keeps the next one aligned
 
@@ -229,7 +230,6 @@ struct Uses {
 
 // Of a block that attends, for several positions: its queries, keys and values of the columns, and their norms.
 struct Attention {
-  static constexpr int RATIO = HEADS / KV_HEADS;
   alignas(16) float query[MAX_WIDTH * RATIO][HEAD_DIM];
   float key[MAX_WIDTH][HEAD_DIM], value[MAX_WIDTH][HEAD_DIM], norm[MAX_WIDTH * (RATIO + 1)];
 };
@@ -897,7 +897,7 @@ __device__ __forceinline__ float head_norm(float squares) { return rsqrtf(square
 // A block's task in attention: a row and a head of keys, whose keys and values always the same blocks keep: `copies` of
 // them, each to itself, which share the queries.
 struct AttentionTask {
-  static constexpr int RATIO = HEADS / KV_HEADS, TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;  // four warps a query
+  static constexpr int TEAMS = WARPS_A_BLOCK / 4, EACH = (G + 3) / 4;  // four warps a query
   int kv, copy, copies, column, begin, count;  // the first position, and how many there are
   float *keys, *values;
   __device__ __forceinline__ AttentionTask(const Block& block, int task, int layer, int width, int copies) : copies(copies) {
@@ -996,7 +996,7 @@ __device__ __forceinline__ void attend_one(Block& block, const AttentionTask& ta
     (begin % 2 ? mixed[1] : mixed[0]) = fmaf(last, new_value, begin % 2 ? mixed[1] : mixed[0]);
     store_mixed(mixed_at, WordTag(use), shares, mixed);
     query += step;
-    if (query >= T::RATIO) break;
+    if (query >= RATIO) break;
     query_vector += step * HEAD_DIM / 2, mixed_at += step * HEAD_DIM / 4;
     for (u32 polls = 0;; poll_again(polls)) {
       due.load(query_vector);
@@ -1121,7 +1121,7 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
     const T task(block, index, layer, width, block.copies);
     if (task.count == 0) continue;
     if (width > 1 || task.copy > 0) attend_several(block, task, gains, layer, use);
-    else if (team < T::RATIO) attend_one(block, task, team, T::TEAMS, team == 0, gains, layer, use);
+    else if (team < RATIO) attend_one(block, task, team, T::TEAMS, team == 0, gains, layer, use);
     __syncwarp();
     __syncthreads();  // the keys and values are there for all, and the scores have been read
   }
@@ -1321,7 +1321,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, int entry
   const int depth = block.head_of[entry] + 1;
   if (depth <= 0) return;  // there is no such entry
   const Model& model = block.model;
-  float* const laws = block.full == 1 || round == 0 || block.coupled ? nullptr : (verifying ? model.laws : model.draft_laws) + entry * V;
+  float* const laws = round >= 0 || block.coupled ? nullptr : (verifying ? model.laws : model.draft_laws) + entry * V;
   const bool enters = place >= 0 && depth < G - 1;
   const DueLogits logits = {block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code};
   select_entry(block, logits, row, depth, use, laws);

@@ -2,8 +2,8 @@
 //
 // Every thread of a block is a fiber; blocks run one after the other. A barrier or a warp primitive suspends a fiber
 // until all who take part have arrived; a block in which nobody can go on is reported, and so is a warp whose lanes
-// meet in different primitives. `order` permutes in which order warps and lanes run, which brings out missing barriers; from LATE
-// on it names a block of a cooperative launch that is held back.
+// meet in different primitives. `order` permutes in which order warps and lanes run, which brings out missing barriers;
+// from LATE on it names a block of a cooperative launch that is held back.
 // Shared memory is filled with garbage before each block.
 
 #include <csetjmp>
