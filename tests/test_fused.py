@@ -220,7 +220,7 @@ def test_other_shapes(
     size = DecoderSize(hidden=96, layers=1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=64)
     engine = build(tmp_path, "bf16", size.hidden, size=size, groups=groups)
     case = Case(engine, make_kernels, blocks=10, shared_bytes=120_000, threads=threads)
-    starts = [0, 1, *range(2, groups, 5)]
+    starts = sorted({0, 1, *range(2, groups, 5), groups - 2, groups - 1})  # one position with few keys, and with many
     places = [np.arange(start, end)[None] for start, end in zip(starts, [*starts[1:], groups], strict=True)]
     random = np.random.default_rng(4)
     steps = [(random.standard_normal((1, at.size, size.hidden)).astype(np.float32), at) for at in places]
