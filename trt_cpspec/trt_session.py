@@ -1,7 +1,11 @@
 """A decoder plan on TensorRT or TensorRT-RTX. Only this module talks to them at run time.
 
-The binding module is passed as a value; nothing is imported before a plan is opened. One execution context serves
-one shape, all contexts share their activation memory, and everything runs on one stream, so executions are serialised.
+The binding module is passed as a value; nothing is imported before a plan is opened.
+
+A plan's execution contexts share their activation memory, and everything runs on one stream, so executions are
+serialised. TensorRT may take more than a second to create a context of a deep decoder and takes little to bind one to
+other shapes and addresses, so contexts are bound anew. A graph captured from a context is undefined once the context
+has changed: each length that is captured has a context of its own, and who binds it anew drops its graph.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ BINDINGS = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx"}
 """Flavour, as the sidecar names it, to the module that reads its plans."""
 
 GRAPH_ROWS = 8
-"""Passes of up to this many positions are captured as CUDA graphs; longer ones are prefills, each of its own shape."""
+"""Where buffers are kept, passes of up to this many positions are captured as CUDA graphs; elsewhere those of one."""
 
 ACCEPTED = "accept_hidden_states"
 """An output ``[B, T, H]`` of a Thinker's plan, read for prompts with media alone; TensorRT wants an address always."""
@@ -168,19 +172,65 @@ def _logger(binding: Any, errors: list[str]) -> Any:
     return Logger()
 
 
+@dataclass(slots=True)
+class ExecutionContext:
+    """An execution context of TensorRT, and what it is bound to.
+
+    Attributes
+    ----------
+    inner : tensorrt.IExecutionContext
+    profile : int or None
+        The optimisation profile that was selected; None where none is for certain.
+    bound_to : tuple of object and int, or None
+        The layout and the pass length of all its shapes and addresses; None where they are not of one pass.
+    """
+
+    inner: Any
+    profile: int | None = None
+    bound_to: tuple[object, int] | None = None
+
+
+class ExecutionContexts:
+    """The execution contexts of a plan: one for each pass length up to ``graph_rows``, and one for all longer passes.
+
+    Parameters
+    ----------
+    plan : Plan
+    activations : DeviceArray
+        The memory in which all of them work.
+    graph_rows : int
+        Passes of up to this many positions may be captured as CUDA graphs.
+    """
+
+    def __init__(self, plan: Plan, activations: DeviceArray, graph_rows: int) -> None:
+        self._plan, self._activations, self.graph_rows = plan, activations, graph_rows
+        self._contexts: dict[int, ExecutionContext] = {}
+
+    def of(self, length: int) -> ExecutionContext:
+        """Return the context for passes of ``length`` positions, created when it is first asked for."""
+        key = min(length, self.graph_rows + 1)
+        if key not in self._contexts:
+            self._contexts[key] = ExecutionContext(_new_context(self._plan, self._activations))
+        return self._contexts[key]
+
+
 class DecoderBuffers:
-    """Device memory of one batch and cache extent, and the contexts that work on it.
+    """Device memory of one batch and cache extent, and passes on it.
 
     Attributes
     ----------
     embeds, positions, hidden : DeviceArray
         ``[B, T, H]`` float32, ``[B, T]`` int32, ``[B, T, H]``, with room for the longest pass.
+    extra : dict of str to DeviceArray
+        Inputs and outputs that only some plans have, by name.
+    layout : object
+        Another one whenever arrays move: what was bound or captured under an earlier one is of memory that is gone.
     """
 
     def __init__(
-        self, plan: Plan, device: Device, spec: DecoderSpec, activations: DeviceArray, batch: int, slots: int
+        self, plan: Plan, device: Device, spec: DecoderSpec, contexts: ExecutionContexts, batch: int, slots: int
     ) -> None:
-        self.plan, self._device, self._spec, self._activations = plan, device, spec, activations
+        self.plan, self._device, self._spec, self.contexts = plan, device, spec, contexts
         self.batch, self.slots = batch, slots
         cache_shape = (batch, spec.num_key_value_heads, slots, spec.head_dim)
         kinds = [plan.dtype(f"past_{name}") for name in _cache_names(spec)]
@@ -201,60 +251,45 @@ class DecoderBuffers:
         return self._spec.hidden_size if name == ACCEPTED else self.plan.shape(name)[2]
 
     def _reserve(self, length: int) -> None:
-        """Allocate the buffers of a pass for up to ``length`` positions."""
+        """Allocate the buffers of a pass for up to ``length`` positions: all of them, or none where one fails."""
         width = self._spec.hidden_size
-        self.length = length
-        self.embeds = self._device.zeros((self.batch, length, width), np.float32)
-        self.positions = self._device.zeros((self.batch, length), np.int32)
-        self.hidden = self._device.zeros((self.batch, length, width), np.float32)
-        self.extra: dict[str, DeviceArray] = {}
-        """Inputs and outputs that only some plans have, by name."""
-        for name, dtype in ((ACCEPTED, np.float32), (ROTARY, np.int32), (DEEPSTACK, np.float32)):
-            if name in self.plan.names:
-                self.extra[name] = self._device.zeros((self.batch, length, self._extra_width(name)), dtype)
-        self._contexts: dict[int, Any] = {}
-        self._newest: Any = None
+        self.embeds, self.positions, self.hidden, self.extra = (
+            self._device.zeros((self.batch, length, width), np.float32),
+            self._device.zeros((self.batch, length), np.int32),
+            self._device.zeros((self.batch, length, width), np.float32),
+            {
+                name: self._device.zeros((self.batch, length, self._extra_width(name)), dtype)
+                for name, dtype in ((ACCEPTED, np.float32), (ROTARY, np.int32), (DEEPSTACK, np.float32))
+                if name in self.plan.names
+            },
+        )
+        self.length, self.layout = length, object()
 
     def reserve(self, length: int) -> None:
-        """Make sure that a pass of ``length`` positions has room. Contexts are made anew when buffers move."""
+        """Make sure that a pass of ``length`` positions has room."""
         if length > self.length:
             self._device.require(self._pass_bytes(length), f"{self.plan.path}: a pass of {length} positions")
             self._reserve(length)
 
     def enqueue(self, length: int) -> None:
         """Put one pass of ``length`` positions a row on the stream."""
-        context = self._contexts.get(length)
-        if context is None:
-            context = self._newest = self._context(length)  # must outlive its pass
-            if length <= GRAPH_ROWS:  # prompts come in every length, and are not kept
-                self._contexts[length] = context
-        done = context.execute_async_v3(self._device.stream)
+        context = self.contexts.of(length)
+        if context.bound_to != (self.layout, length):
+            self._bind(context, length)
+        done = context.inner.execute_async_v3(self._device.stream)
         self.plan.require(done, f"a pass of {self.batch} x {length} positions")
 
-    def _context(self, length: int) -> Any:
-        shapes = {
-            "inputs_embeds": (self.batch, length, self._spec.hidden_size),
-            "positions": (self.batch, length),
-        } | {f"past_{name}": array.shape for name, array in self.cache.items()}
-        for name in (ROTARY, DEEPSTACK):
-            if name in self.extra:
-                shapes[name] = (self.batch, length, self.extra[name].shape[2])
-        narrow = any(
-            not _admits(self.plan.range(name, GENERATION_PROFILE), shapes[name])
-            for name in ("inputs_embeds", "positions")
-        )
-        profile = CONTEXT_PROFILE if narrow else GENERATION_PROFILE
-        context = _new_context(self.plan, self._activations)
-        done = context.set_optimization_profile_async(profile, self._device.stream)
-        self.plan.require(done, f"selecting profile {profile}")
+    def _bind(self, context: ExecutionContext, length: int) -> None:
+        shapes = self._shapes(length)
+        profile = self._profile(shapes)
+        context.bound_to = None
+        if context.profile != profile:
+            context.profile = None
+            done = context.inner.set_optimization_profile_async(profile, self._device.stream)
+            self.plan.require(done, f"selecting profile {profile}")
+            context.profile = profile
         for name, shape in shapes.items():
-            if not _admits(self.plan.range(name, profile), shape):
-                limits = self.plan.range(name, profile)
-                raise EngineError(
-                    f"{self.plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
-                    f"to {list(limits.maximum)}; build the engine with larger limits"
-                )
-            self.plan.require(context.set_input_shape(name, shape), f"binding {name} of shape {list(shape)}")
+            self.plan.require(context.inner.set_input_shape(name, shape), f"binding {name} of shape {list(shape)}")
         addresses = {
             "inputs_embeds": self.embeds.address,
             "positions": self.positions.address,
@@ -264,8 +299,35 @@ class DecoderBuffers:
         for name, array in self.cache.items():
             addresses |= {f"past_{name}": array.address, f"present_{name}": array.address}
         for name, address in addresses.items():
-            self.plan.require(context.set_tensor_address(name, address), f"binding the address of {name}")
-        return context
+            self.plan.require(context.inner.set_tensor_address(name, address), f"binding the address of {name}")
+        context.bound_to = self.layout, length
+
+    def _shapes(self, length: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the inputs of a pass of ``length`` positions."""
+        shapes = {
+            "inputs_embeds": (self.batch, length, self._spec.hidden_size),
+            "positions": (self.batch, length),
+        } | {f"past_{name}": array.shape for name, array in self.cache.items()}
+        for name in (ROTARY, DEEPSTACK):
+            if name in self.extra:
+                shapes[name] = (self.batch, length, self.extra[name].shape[2])
+        return shapes
+
+    def _profile(self, shapes: dict[str, tuple[int, ...]]) -> int:
+        """Return the profile of a pass; an EngineError names a shape that it does not admit."""
+        narrow = any(
+            not _admits(self.plan.range(name, GENERATION_PROFILE), shapes[name])
+            for name in ("inputs_embeds", "positions")
+        )
+        profile = CONTEXT_PROFILE if narrow else GENERATION_PROFILE
+        for name, shape in shapes.items():
+            limits = self.plan.range(name, profile)
+            if not _admits(limits, shape):
+                raise EngineError(
+                    f"{self.plan.path}: {name} of shape {list(shape)} is outside the profile's {list(limits.minimum)} "
+                    f"to {list(limits.maximum)}; build the engine with larger limits"
+                )
+        return profile
 
 
 class TensorRTDecoderSession:
@@ -281,12 +343,18 @@ class TensorRTDecoderSession:
     use_graphs : bool
         Capture short passes as CUDA graphs.
     keep_buffers : bool
-        Keep the memory and graphs of every (batch, cache extent) that was used.
+        Keep the memory, contexts and graphs of every (batch, cache extent) that was used. Else there is one context
+        for single positions and one for prompts, which serve every batch and cache extent.
 
     Attributes
     ----------
     run_seconds : float
         Time spent in copies and passes so far, as the host sees it.
+
+    Notes
+    -----
+    The two contexts are created here: every request needs both, and the first one does not wait for them. Those of
+    kept buffers are created when a pass first needs them.
     """
 
     def __init__(
@@ -316,6 +384,10 @@ class TensorRTDecoderSession:
         self._kept: dict[tuple[int, int], tuple[DecoderBuffers, dict[int, _Staging]]] | None = (
             {} if keep_buffers else None
         )
+        self._contexts = None if keep_buffers else ExecutionContexts(plan, self._activations, graph_rows=1)
+        if self._contexts is not None:
+            for length in (1, 2):  # a single position, and a prompt
+                self._contexts.of(length)
         self.run_seconds = 0.0
 
     @property
@@ -392,10 +464,9 @@ class TensorRTDecoderSession:
         length = positions.shape[1]
         self.buffers.reserve(length)
         staging = self._staging.get(length)
-        if staging is None or staging.buffers_length != self.buffers.length:
-            graphs = self._use_graphs and length <= GRAPH_ROWS
-            staging = _Staging(self.device, self.buffers, length, graphs=graphs)
-            if length <= GRAPH_ROWS:  # prompts come in every length, and are not kept
+        if staging is None or staging.layout is not self.buffers.layout:
+            staging = _Staging(self.device, self.buffers, length, graphs=self._use_graphs)
+            if length <= self.buffers.contexts.graph_rows:  # prompts come in every length: not kept, not captured
                 self._staging[length] = staging
         np.copyto(staging.embeds, embeds)
         np.copyto(staging.positions, np.where(positions < 0, self.slots - 1, positions), casting="same_kind")
@@ -436,7 +507,8 @@ class TensorRTDecoderSession:
             self._buffers, self._staging = self._kept[batch, slots]
             return
         self._staging = {}
-        self._buffers = DecoderBuffers(self.plan, self.device, self._spec, self._activations, batch, slots)
+        contexts = self._contexts or ExecutionContexts(self.plan, self._activations, GRAPH_ROWS)
+        self._buffers = DecoderBuffers(self.plan, self.device, self._spec, contexts, batch, slots)
         if self._kept is not None:
             self._kept[batch, slots] = self._buffers, self._staging
 
@@ -554,7 +626,7 @@ class _Staging:
 
     def __init__(self, device: Device, buffers: DecoderBuffers, length: int, *, graphs: bool) -> None:
         self._device, self._buffers, self._length, self._graphs = device, buffers, length, graphs
-        self.buffers_length = buffers.length
+        self.layout = buffers.layout
         width = buffers.embeds.shape[-1]
         self.embeds = device.pinned((buffers.batch, length, width), np.float32)
         self.positions = device.pinned((buffers.batch, length), np.int32)
