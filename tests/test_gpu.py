@@ -27,6 +27,7 @@ from trt_cpspec.builder.rebuild import RebuildOptions, rebuild
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
 from trt_cpspec.builder.tts import BuildOptions, TtsBuild
 
+from trt_cpspec import trt_session
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.contexts import random_contexts
 from trt_cpspec.cuda import Device
@@ -36,6 +37,8 @@ from trt_cpspec.memory import memory_needed
 from trt_cpspec.omni import Qwen3Omni
 from trt_cpspec.pipeline import Qwen3TTS
 from trt_cpspec.predictor import CodePredictor
+from trt_cpspec.runtime import Runtime
+from trt_cpspec.talker import Talker
 from trt_cpspec.verify import VerifyOptions, format_report, verify
 
 pytestmark = pytest.mark.gpu
@@ -269,6 +272,36 @@ def test_a_batch_of_texts_equals_each_alone(fp32_model: Model) -> None:
     together = model.tts.synthesize(texts, **options)
     for text, speech in zip(texts, together, strict=True):
         np.testing.assert_array_equal(model.tts.synthesize(text, **options).codes, speech.codes)
+
+
+def talker_states(talker: Talker, batch: int, prompt: int, steps: int) -> list[np.ndarray]:
+    """Return the states ``[B, H]`` behind a prompt and each step; half-way the last of several rows ends."""
+    rng = np.random.default_rng([batch, prompt])
+    width = talker.spec.decoder.hidden_size
+    states = [talker.prefill(list(rng.standard_normal((batch, prompt, width), dtype=np.float32))).copy()]
+    for step in range(steps):
+        if step == steps // 2 and batch > 1:
+            talker.keep_rows(np.arange(batch - 1))
+        states.append(talker.step(rng.standard_normal((len(talker), width), dtype=np.float32)))
+    return states
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_contexts_that_are_bound_anew_give_what_new_ones_give(
+    precision: str, plans: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, of several batches, prompt lengths and cache extents; a Talker creates two contexts and no more."""
+    created, create = [], trt_session._new_context
+    monkeypatch.setattr(trt_session, "_new_context", lambda *given: (created.append(1), create(*given))[1])
+    folder, runtime = plans("tts_a", precision) / "talker", Runtime(cuda=Device())
+    asks = [(1, 9, 6), (1, 12, 6), (3, 12, 8), (1, 58, 10), (2, 5, 8), (1, 1, 4), (1, 100, 4), (1, 9, 6)]
+    talker = Talker.from_engine_dir(folder, runtime=runtime)
+    found = [talker_states(talker, *ask) for ask in asks]
+    assert len(created) == 2
+    for ask, states in zip(asks, found, strict=True):
+        alone = talker_states(Talker.from_engine_dir(folder, runtime=runtime), *ask)
+        for state, expected in zip(states, alone, strict=True):
+            np.testing.assert_array_equal(state, expected, err_msg=str(ask))
 
 
 def test_a_narrow_engine_falls_back_and_is_widened(
