@@ -126,7 +126,7 @@ constexpr int PADDING = 4;
 constexpr int BODY_PARTS = (HAS_PROJECTION ? Projection::SLABS : 0) + LAYERS * (Qkv::SLABS + Out::SLABS + GateUp::SLABS + Down::SLABS);
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
-static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS, "chunks");
+static_assert(CHUNK_BYTES % 512 == 0 && IN_FLIGHT <= CHUNKS && IN_FLIGHT_WIDE <= CHUNKS, "chunks");
 
 // What is to be added up: of each warp, position and row; and what it is normed by.
 struct Sums {
@@ -228,11 +228,10 @@ struct Uses {
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
 };
 
-// Of a block that attends, for several positions: its queries, keys and values of the columns, and their norms.
-struct Attention {
-  alignas(16) float query[MAX_WIDTH * RATIO][HEAD_DIM];
-  float key[MAX_WIDTH][HEAD_DIM], value[MAX_WIDTH][HEAD_DIM], norm[MAX_WIDTH * (RATIO + 1)];
-};
+// A value that is the same in all lanes, so that the compiler knows it. Where a lane may have gone another way, for all that
+// it knows, it moves no instruction past a shuffle or a vote (BRA.DIV in SASS), and each waits for the one before: so every
+// branch around them hangs on kernel arguments or on this, and no lane loops alone.
+__device__ __forceinline__ int same(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
 struct Block {
   Model model;
@@ -260,7 +259,6 @@ struct Block {
   float scores[2][WARPS_A_BLOCK / 4][64];  // of a team's queries, in turn
   union Scratch {
     __device__ Scratch() {}
-    Attention attention;
     struct {
       select_sample_part::Shared shared;
       select_sample_part::Noise noise;
@@ -277,42 +275,56 @@ static_assert(BLOCK_BYTES + RING_BYTES <= SHARED_BYTES, "SHARED_BYTES");
 // Entries of the queue; anything else is a set of heads.
 constexpr u32 BODY = 0, STOP = 0xFFFFFFFFu;
 
-// The warp that streams: copies parts chunk by chunk, in the order of the queue. With the copy engine one lane does it.
+// The warp that streams: copies parts chunk by chunk, in the order of the queue. With the copy engine one lane does it. A
+// chunk must cost it fewer instructions than memory needs for one.
 struct Producer {
   Block& block;
   const SharedPlace ring, arrivals, done;  // places in shared memory: a pointer would be made of its window each time
-  u32 issued = 0, slot = 0;           // the next chunk
-  u32 oldest = 0, oldest_parity = 0;  // of the oldest on its way
-  u32 used = 0;                       // chunks that all are done with
+  SharedPlace to, arrival;                 // of the next chunk
+  u32 issued = 0, room = CHUNKS;           // chunks, and how many more the ring can take
+  u32 oldest = 0, oldest_parity = 0;       // of those on their way, when there are as many as may be
+  u32 unlimited;                           // how many more may come before there are
 
-  __device__ __forceinline__ Producer(Block& block, char* ring) : block(block), ring(shared_place(ring)), arrivals(shared_place(block.arrival)), done(shared_place(block.used)) {}
-  __device__ __forceinline__ void look() {
-    used = issued;
+  __device__ __forceinline__ Producer(Block& block, char* memory)
+      : block(block), ring(shared_place(memory)), arrivals(shared_place(block.arrival)), done(shared_place(block.used)), to(ring), arrival(arrivals),
+        unlimited(block.batch * block.full > TILE / 2 ? IN_FLIGHT_WIDE : IN_FLIGHT) {}
+  __device__ __forceinline__ void wait_for_room() {
+    for (;;) {
+      u32 used = issued;
 #pragma unroll
-    for (int i = 0; i < WARPS_A_BLOCK; i += 4) {
-      const uint4 four = load_changing_four(done + i * 4);
-      used = min(used, min(min(four.x, four.y), min(four.z, four.w)));
+      for (int i = 0; i < WARPS_A_BLOCK; i += 4) {
+        const uint4 four = load_changing_four(done + i * 4);
+        used = min(used, min(min(four.x, four.y), min(four.z, four.w)));
+      }
+      room = CHUNKS - (issued - used);
+      if (!BULK_COPIES) {
+        __syncwarp();
+        room = same(room);
+      }
+      if (room) return;
+      rest();
     }
+  }
+  __device__ __forceinline__ void copy_chunk(const char* from, u32 bytes) {
+    if (room == 0) wait_for_room();
+    if (unlimited) {
+      unlimited--;
+    } else {
+      while (!arrived_at(arrivals + oldest * 8, oldest_parity)) {
+      }
+      if (++oldest == CHUNKS) oldest = 0, oldest_parity ^= 1;
+    }
+    if (BULK_COPIES) copy_bulk(to, from, bytes, arrival);
+    else copy_lanes(to, from, bytes, arrival);
+    issued++, room--, to += CHUNK_BYTES, arrival += 8;
+    if (to == ring + RING_BYTES) to = ring, arrival = arrivals;
   }
   __device__ __forceinline__ void copy(const Part& part, u64 skipped) {
     const char* from = block.model.weights + skipped + u64(part.offset) * 16;
-    const u32 all = part.bytes;
-    for (u32 at = 0; at < all; at += CHUNK_BYTES) {
-      while (issued - used >= CHUNKS) {
-        look();
-        if (issued - used >= CHUNKS) rest();
-      }
-      if (issued >= IN_FLIGHT) {
-        while (!arrived_at(arrivals + oldest * 8, oldest_parity)) {
-        }
-        if (++oldest == CHUNKS) oldest = 0, oldest_parity ^= 1;
-      }
-      const u32 bytes = min(all - at, u32(CHUNK_BYTES));
-      if (BULK_COPIES) copy_bulk(ring + slot * CHUNK_BYTES, from + at, bytes, arrivals + slot * 8);
-      else copy_lanes(ring + slot * CHUNK_BYTES, from + at, bytes, arrivals + slot * 8);
-      issued++;
-      if (++slot == CHUNKS) slot = 0;
-    }
+    u32 left = part.bytes;
+#pragma unroll 1
+    for (; left >= CHUNK_BYTES; left -= CHUNK_BYTES, from += CHUNK_BYTES) copy_chunk(from, CHUNK_BYTES);
+    if (left) copy_chunk(from, left);
   }
 
   __device__ __forceinline__ void run() {
@@ -352,12 +364,16 @@ struct Stream {
 
   // Says what will be used behind all that was said before.
   __device__ __forceinline__ void push(u32 what) {
-    if (threadIdx.x != 0) return;
-    while (block.pushed - load_changing(&block.taken) == 8) {
+    if (warp != 0) return;
+    const u32 at = load_changing(&block.pushed);
+    while (__any_sync(ALL_LANES, at - load_changing(&block.taken) == 8)) {
     }
-    block.queue[block.pushed % 8] = what;
-    __threadfence_block();
-    *static_cast<volatile u32*>(&block.pushed) = block.pushed + 1;
+    if (lane_id() == 0) {
+      block.queue[at % 8] = what;
+      __threadfence_block();
+      *static_cast<volatile u32*>(&block.pushed) = at + 1;
+    }
+    __syncwarp();
   }
 
   __device__ __forceinline__ bool adds() const { return warp >= WARPS_A_BLOCK; }
@@ -432,11 +448,11 @@ __device__ __forceinline__ int empty(int turn) { return 5 + turn; }
 // block.
 __device__ __forceinline__ void grid_barrier(Block& block) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    block.target += CTAS;
-    arrive(block.model.counter);
+  if (same(warp_id()) == 0) {
+    if (lane_id() == 0) block.target += CTAS, arrive(block.model.counter);
+    __syncwarp();
     u32 polls = 0;
-    while (arrived(block.model.counter) < block.target) polled(polls);
+    while (__any_sync(ALL_LANES, arrived(block.model.counter) < block.target)) polled(polls);
   }
   __syncthreads();
 }
@@ -581,7 +597,7 @@ __device__ __forceinline__ void add_tile(const Stream& stream, Sums& sums, int s
   if constexpr (Task::NORMED) {
     const int place = thread / 8;
     const bool mine = place < TILE && (wanted >> place & 1);
-    if (wanted >> (thread / 32 * 4) & 15) {  // one of the warp's columns
+    if (wanted >> (stream.warp - WARPS_A_BLOCK) * 4 & 15) {  // one of the warp's columns
       MeanSquare square;
       const uint4* const squares = task.squares(tile * TILE + (mine ? place : __ffs(wanted) - 1));
       u32 polls = 0;
@@ -673,7 +689,7 @@ struct Columns {
   static constexpr bool NORMED = NORMED_;
   const Block& block;
   const Uses& uses;
-  __device__ __forceinline__ u32 wanted(int tile) const { return block.wanted[tile]; }
+  __device__ __forceinline__ u32 wanted(int tile) const { return same(block.wanted[tile]); }
 };
 
 // What makes the residual stream: the sum is added to what is there, and stored for the norm that follows.
@@ -902,8 +918,8 @@ struct AttentionTask {
   float *keys, *values;
   __device__ __forceinline__ AttentionTask(const Block& block, int task, int layer, int width, int copies) : copies(copies) {
     const int tasks = KV_HEADS * copies, row = task / tasks;
-    kv = task % tasks / copies, copy = task % copies, column = row * width, begin = block.position[column], count = 0;
-    while (count < width && block.position[column + count] >= 0) count++;
+    kv = task % tasks / copies, copy = task % copies, column = row * width, begin = same(block.position[column]), count = 0;
+    while (count < width && same(block.position[column + count]) >= 0) count++;
     const u64 cache = u64(((layer * MAX_BATCH + row) * MAX_COPIES + copy) * KV_HEADS + kv) * G;
     keys = block.model.keys + cache * KEY_FLOATS, values = block.model.values + cache * HEAD_DIM;
   }
@@ -938,11 +954,14 @@ __device__ __forceinline__ void store_mixed(uint4* to, WordTag tag, const Shares
   if (thread < HEAD_DIM && thread % 4 == 0) tag.store(to + thread / 4, split_four(make_float4(a, b, c, d)));
 }
 
-// Four warps, for one position and every `step`th of its queries from `query` on: without shared memory but for the
-// scores, and with few instructions behind the wait.
-__device__ __forceinline__ void attend_one(Block& block, const AttentionTask& task, int query, int step, bool keeps, const float* gains, int layer, u32 use) {
+// All who multiply, for up to MOST positions of a row: without shared memory but for the scores, and with few instructions
+// behind the wait. In a team of four warps each has every fourth key, and a thread has a channel of the values.
+template <int MOST>
+__device__ __forceinline__ void attend_row(Block& block, const AttentionTask& task, u32 warp, const float* gains, int layer, u32 use) {
   using T = AttentionTask;
-  const int all = computed_here(threadIdx.x), team = all / 128, member = all / 32 % 4, thread = all % 128, lane = all % 32, begin = task.begin;
+  constexpr int NEW = (MOST + 3) / 4;  // new keys of a warp at most
+  const int lane = computed_here(lane_id()), team = warp / 4, member = warp % 4, thread = member * 32 + lane;
+  const int begin = task.begin, count = task.count, queries = task.queries();
   // What earlier passes left, while this pass's vectors are on their way.
   LanePart key[T::EACH];
   float value[G];
@@ -955,175 +974,102 @@ __device__ __forceinline__ void attend_one(Block& block, const AttentionTask& ta
   }
 #pragma unroll
   for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? task.values[p * HEAD_DIM + thread] : 0;
-  // This lane's score: of the new key, or of a kept one.
-  const bool of_new = lane == FIRST_KEY - 1;
-  const int position = of_new ? begin : member + 4 * (lane - FIRST_KEY);
-  const bool scores_it = of_new ? member == begin % 4 : lane >= FIRST_KEY && lane < FIRST_KEY + T::EACH && position < begin;
-  const float kept_norm = scores_it && !of_new ? task.keys[position * KEY_FLOATS + HEAD_DIM] : 0;
-  const Turn turn_key(gains + HEAD_DIM, block.rotary + begin * HEAD_DIM), turn_query(gains, block.rotary + begin * HEAD_DIM);
+  // The first of the positions whose key is new and this warp's; and this lane's score.
+  const int ahead = (member - begin) & 3;
+  const int position = member + 4 * (lane - FIRST_KEY);
+  const bool has_key = lane >= FIRST_KEY && lane < FIRST_KEY + T::EACH && position < begin + count;
+  const float kept_norm = has_key && position < begin ? task.keys[position * KEY_FLOATS + HEAD_DIM] : 0;
 
   const uint4* const vectors = block.exchange.attended(layer, task.column);
-  const uint4* const key_vector = vectors + (Q_WIDTH + task.kv * HEAD_DIM) / 2;
-  const uint4* query_vector = vectors + task.head(query) * HEAD_DIM / 2;
-  const uint2* const value_at = reinterpret_cast<const uint2*>(vectors) + Q_WIDTH + KV_WIDTH + task.kv * HEAD_DIM + min(thread, HEAD_DIM - 1);
-  uint4* mixed_at = block.exchange.mixed + task.column * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4;
-  DuePart due, due_key;
-  uint2 due_value;
+  const auto query_vector = [&](int query) { return vectors + task.place(query) * (QKV_WIDTH / 2) + task.head(query) * HEAD_DIM / 2; };
+  const uint4* const key_vectors = vectors + (Q_WIDTH + task.kv * HEAD_DIM) / 2;
+  const uint2* const values = reinterpret_cast<const uint2*>(vectors) + Q_WIDTH + KV_WIDTH + task.kv * HEAD_DIM + min(thread, HEAD_DIM - 1);
+  const auto place_of = [&](int j) { return min(ahead + 4 * j, count - 1); };  // those behind the last: that again
+  DuePart due, due_key[NEW];
+  uint2 due_value[MOST];
   for (u32 polls = 0;; poll_again(polls)) {
-    due.load(query_vector), due_key.load(key_vector);
-    due_value = load_whole(value_at);
-    if (!__any_sync(ALL_LANES, due.missing(use) | due_key.missing(use) | (due_value.y ^ use))) break;
+    due.load(team < queries ? query_vector(team) : key_vectors);
+#pragma unroll
+    for (int j = 0; j < NEW; j++) due_key[j].load(key_vectors + place_of(j) * (QKV_WIDTH / 2));
+#pragma unroll
+    for (int j = 0; j < MOST; j++) due_value[j] = load_whole(values + min(j, count - 1) * QKV_WIDTH);
+    u32 missing = due.missing(use);
+#pragma unroll
+    for (int j = 0; j < NEW; j++) missing |= due_key[j].missing(use);
+#pragma unroll
+    for (int j = 0; j < MOST; j++) missing |= due_value[j].y ^ use;
+    if (!__any_sync(ALL_LANES, missing)) break;
   }
-  const float new_value = __uint_as_float(due_value.x);
-  LanePart new_key = due_key.part();
-  const float squares = new_key.times(new_key);
-  new_key = turn_key.of(new_key);
+  const bool keeps = team == 0;
+#pragma unroll
+  for (int j = 0; j < MOST; j++)
+    if (keeps && j < count && thread < HEAD_DIM) task.values[(begin + j) * HEAD_DIM + thread] = __uint_as_float(due_value[j].x);
+  float squares[NEW];
+#pragma unroll
+  for (int j = 0; j < NEW; j++) {
+    const LanePart plain = due_key[j].part(), turned = Turn(gains + HEAD_DIM, block.rotary + (begin + place_of(j)) * HEAD_DIM).of(plain);
+    squares[j] = plain.times(plain);
+#pragma unroll
+    for (int i = 0; i < T::EACH; i++)
+      if (member + 4 * i == begin + ahead + 4 * j) key[i] = turned;
+    if (!keeps || ahead + 4 * j >= count) continue;
+    float* const to = task.keys + (begin + ahead + 4 * j) * KEY_FLOATS;
+    turned.store(to);
+    if (queries > 0) continue;
+    const float norm = head_norm(sum_of_lanes(squares[j]));
+    if (lane == 0) to[HEAD_DIM] = norm;
+  }
 #pragma unroll 1
-  for (int turn = 0;; turn ^= 1) {
-    const LanePart plain = due.part(), mine = turn_query.of(plain);
-    float sums[SUMS] = {plain.times(plain), squares, mine.times(new_key)};
+  for (int query = team, turn = 0; query < queries; turn ^= 1) {
+    const int place = task.place(query), last = begin + place;
+    const LanePart plain = due.part(), mine = Turn(gains, block.rotary + last * HEAD_DIM).of(plain);
+    float sums[SUMS] = {plain.times(plain), squares[0], squares[NEW - 1]};
 #pragma unroll
     for (int i = 0; i < T::EACH; i++) sums[FIRST_KEY + i] = mine.times(key[i]);
     const float sum = sums_of_lanes(sums), norm = head_norm(sum);
-    const float own = __shfl_sync(ALL_LANES, norm, 0), of_key = __shfl_sync(ALL_LANES, norm, 1);
-    if (scores_it) block.scores[turn][team][position] = sum * own * (of_new ? of_key : kept_norm);
-    named_sync(FIRST_OF_TEAMS + team, 128);
-    const Shares shares(block.scores[turn][team], begin);
-    float mixed[2] = {};
-#pragma unroll
-    for (int p = 0; p < G - 1; p++) mixed[p % 2] = fmaf(shares.of(p), value[p], mixed[p % 2]);  // 0 from `begin` on
-    const float last = __shfl_sync(ALL_LANES, begin < 32 ? shares.low : shares.high, begin & 31);
-    (begin % 2 ? mixed[1] : mixed[0]) = fmaf(last, new_value, begin % 2 ? mixed[1] : mixed[0]);
-    store_mixed(mixed_at, WordTag(use), shares, mixed);
-    query += step;
-    if (query >= RATIO) break;
-    query_vector += step * HEAD_DIM / 2, mixed_at += step * HEAD_DIM / 4;
-    for (u32 polls = 0;; poll_again(polls)) {
-      due.load(query_vector);
-      if (!__any_sync(ALL_LANES, due.missing(use))) break;
-    }
-  }
-
-  if (!keeps) return;
-  const float norm = head_norm(sum_of_lanes(squares));
-  if (member == begin % 4) {
-    float* const to = task.keys + begin * KEY_FLOATS;
-    new_key.store(to);
-    if (lane == 0) to[HEAD_DIM] = norm;
-  }
-  if (thread < HEAD_DIM) task.values[begin * HEAD_DIM + thread] = new_value;
-}
-
-// All who multiply, for any number of positions: their vectors lie in shared memory.
-__device__ __forceinline__ void attend_several(Block& block, const AttentionTask& task, const float* gains, int layer, u32 use) {
-  using T = AttentionTask;
-  constexpr int PAIRS = HEAD_DIM / 2, AT_A_TIME = 4;
-  const int self = computed_here(threadIdx.x), warp = self / 32, team = warp / 4, member = warp % 4, thread = self % 128, lane = self % 32, begin = task.begin, count = task.count, queries = task.queries();
-  Attention& attention = block.scratch.attention;
-  // What earlier passes left, while this pass's vectors are on their way.
-  LanePart key[T::EACH];
-  float value[G];
-#pragma unroll
-  for (int i = 0; i < T::EACH; i++)
-    if (member + 4 * i < begin) key[i].load(task.keys + (member + 4 * i) * KEY_FLOATS);
-#pragma unroll
-  for (int p = 0; p < G; p++) value[p] = p < begin && thread < HEAD_DIM ? task.values[p * HEAD_DIM + thread] : 0;
-  const int position = member + 4 * (lane - FIRST_KEY);  // of this lane's score
-  const bool has_key = lane >= FIRST_KEY && lane < FIRST_KEY + T::EACH && position < begin + count;
-  float norm = has_key && position < begin ? task.keys[position * KEY_FLOATS + HEAD_DIM] : 0;
-  __syncthreads();  // whoever used this memory before
-  // Keys and values of all columns, and the queries of this block's, several on their way at a time.
-  const int all = (count * 2 + queries) * PAIRS;
-#pragma unroll 1
-  for (int start = threadIdx.x; start - int(threadIdx.x) < all; start += THREADS * AT_A_TIME) {
-    uint4 pair[AT_A_TIME];
-    const auto index = [&](int i) { return min(start + i * THREADS, all - 1); };
-    for (u32 polls = 0;; poll_again(polls)) {
-      u32 missing = 0;
-#pragma unroll
-      for (int i = 0; i < AT_A_TIME; i++) {
-        const int vector = index(i) / PAIRS, query = vector - count * 2;
-        const int place = query < 0 ? vector / 2 : task.place(query);
-        const int from = query < 0 ? Q_WIDTH + vector % 2 * KV_WIDTH + task.kv * HEAD_DIM : task.head(query) * HEAD_DIM;
-        pair[i] = load_whole(block.exchange.attended(layer, task.column + place) + from / 2 + index(i) % PAIRS);
-      }
-#pragma unroll
-      for (int i = 0; i < AT_A_TIME; i++) missing |= stale(pair[i], use);
-      if (!__any_sync(ALL_LANES, missing)) break;
-    }
-#pragma unroll
-    for (int i = 0; i < AT_A_TIME; i++) {
-      const int vector = index(i) / PAIRS, query = vector - count * 2;
-      float* const to = query >= 0 ? attention.query[query] : vector % 2 ? attention.value[vector / 2] : attention.key[vector / 2];
-      *reinterpret_cast<float2*>(to + index(i) % PAIRS * 2) = make_float2(__uint_as_float(pair[i].x), __uint_as_float(pair[i].z));
-    }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int i = warp; i < count + queries; i += WARPS_A_BLOCK) {
-    const bool is_key = i < count;
-    const int place = begin + (is_key ? i : task.place(i - count));
-    float* const vector = is_key ? attention.key[i] : attention.query[i - count];
-    LanePart part;
-    part.load(vector);
-    const float by = head_norm(sum_of_lanes(part.times(part)));
-    part = Turn(gains + (is_key ? HEAD_DIM : 0), block.rotary + place * HEAD_DIM).of(part);
-    part.store(vector);
-    if (lane == 0) attention.norm[i] = by;
-    if (!is_key) continue;
-    float* const kept = task.keys + place * KEY_FLOATS;
-    part.store(kept);
-    if (lane == 0) kept[HEAD_DIM] = by;
-  }
-  __syncwarp();
-  __syncthreads();
-  // In registers, whatever the pass it came in.
-#pragma unroll
-  for (int i = 0; i < T::EACH; i++) {
-    const int p = member + 4 * i;
-    if (p >= begin && p < begin + count) key[i].load(attention.key[p - begin]);
-  }
-  if (has_key && position >= begin) norm = attention.norm[position - begin];
-#pragma unroll
-  for (int p = 0; p < G; p++)
-    if (p >= begin && p < begin + count && thread < HEAD_DIM) {
-      value[p] = attention.value[p - begin][thread];
-      if (team == 0) task.values[p * HEAD_DIM + thread] = value[p];
-    }
-#pragma unroll 1
-  for (int query = team, turn = 0; query < queries; query += T::TEAMS, turn ^= 1) {
-    const int place = task.place(query), last = begin + place;
-    LanePart mine;
-    mine.load(attention.query[query]);
-    float sums[SUMS] = {};
-#pragma unroll
-    for (int i = 0; i < T::EACH; i++) sums[FIRST_KEY + i] = member + 4 * i <= last ? mine.times(key[i]) : 0;
-    const float sum = sums_of_lanes(sums);
+    if (keeps && query == 0 && lane >= 1 && lane <= NEW && ahead + 4 * (lane - 1) < count) task.keys[(begin + ahead + 4 * (lane - 1)) * KEY_FLOATS + HEAD_DIM] = norm;
+    const float own = __shfl_sync(ALL_LANES, norm, 0), near = __shfl_sync(ALL_LANES, norm, 1), far = NEW > 1 ? __shfl_sync(ALL_LANES, norm, 2) : near;
     float* const scores = block.scores[turn][team];
-    if (has_key) scores[position] = sum * attention.norm[count + query] * norm;
+    if (has_key) scores[position] = sum * own * (position < begin ? kept_norm : position < begin + 4 ? near : far);
     named_sync(FIRST_OF_TEAMS + team, 128);
     const Shares shares(scores, last);
     float mixed[2] = {};
 #pragma unroll
-    for (int p = 0; p < G; p++) mixed[p % 2] = fmaf(shares.of(p), p <= last ? value[p] : 0, mixed[p % 2]);
+    for (int p = 0; p < G - 1; p++) mixed[p % 2] = fmaf(shares.of(p), value[p], mixed[p % 2]);  // 0 from `begin` on
+    if (begin % 2) {
+      const float even = mixed[0];
+      mixed[0] = mixed[1], mixed[1] = even;
+    }
+#pragma unroll
+    for (int j = 0; j < MOST; j++) {
+      const int p = begin + j;
+      const float share = __shfl_sync(ALL_LANES, G > 32 && p >= 32 ? shares.high : shares.low, p & 31);
+      mixed[j % 2] = fmaf(share, __uint_as_float(due_value[j].x), mixed[j % 2]);  // 0 behind `last`
+    }
     store_mixed(block.exchange.mixed + (task.column + place) * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4, WordTag(use), shares, mixed);
+    query += T::TEAMS;
+    if (query >= queries) break;
+    for (u32 polls = 0;; poll_again(polls)) {
+      due.load(query_vector(query));
+      if (!__any_sync(ALL_LANES, due.missing(use))) break;
+    }
   }
 }
 
 // All who multiply.
 __device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int width) {
-  using T = AttentionTask;
   const float* const gains = block.head_norm + layer * 2 * HEAD_DIM;
   const u32 use = stream.uses.layer;
-  const int tasks = block.batch * KV_HEADS * block.copies, team = stream.warp / 4, first = CTAS - 1 - int(blockIdx.x) - block.desks;
+  const int copies = same(block.copies), tasks = same(block.batch) * KV_HEADS * copies, first = CTAS - 1 - int(blockIdx.x) - same(block.desks);
 #pragma unroll 1
   for (int index = first < 0 ? first + CTAS : first; index < tasks; index += CTAS) {
-    const T task(block, index, layer, width, block.copies);
-    if (task.count == 0) continue;
-    if (width > 1 || task.copy > 0) attend_several(block, task, gains, layer, use);
-    else if (team < RATIO) attend_one(block, task, team, T::TEAMS, team == 0, gains, layer, use);
     __syncwarp();
-    __syncthreads();  // the keys and values are there for all, and the scores have been read
+    __syncthreads();  // keys and values of the last pass are there for all, and all have read the scores of the last layer
+    const AttentionTask task(block, index, layer, width, copies);
+    // Without a query the first team keeps keys and values still; the other may not wait for what nobody holds back for it.
+    if (task.count == 0 || int(stream.warp / 4) >= max(task.queries(), 1)) continue;
+    if (width <= 4) attend_row<4>(block, task, stream.warp, gains, layer, use);
+    else attend_row<MAX_WIDTH>(block, task, stream.warp, gains, layer, use);
   }
 }
 
@@ -1131,8 +1077,8 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 
 // All threads of the grid; `uses.pass` is the pass already.
 template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int width) {
-  const int tiles = (block.batch * width + TILE - 1) / TILE;
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width) {
+  const int tiles = (batch * width + TILE - 1) / TILE;
   const Model& model = block.model;
   Uses& uses = stream.uses;
   if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, uses}, model.input_norm, uses.pass}});
@@ -1159,11 +1105,14 @@ __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 head
 // Whole warps: the position of column i.
 __device__ __forceinline__ void place_column(Block& block, int i, int position) {
   const u32 there = __ballot_sync(ALL_LANES, i < MAX_COLUMNS && position >= 0);
-  if (i >= MAX_COLUMNS) return;
-  block.position[i] = position;
-  if (i % TILE == 0) block.wanted[i / TILE] = there >> (lane_id() & ~(TILE - 1)) & ((1u << TILE) - 1);
+  if (i < MAX_COLUMNS) block.position[i] = position;
+  if (i < MAX_COLUMNS && i % TILE == 0) block.wanted[i / TILE] = there >> (lane_id() & ~(TILE - 1)) & ((1u << TILE) - 1);
 }
 constexpr int PLACES = (MAX_COLUMNS + 31) / 32 * 32;
+template <class Do>
+__device__ __forceinline__ void for_places(const Do& what) {
+  for (int start = same(warp_id()) * 32; start < PLACES; start += TEAM) what(start + lane_id());
+}
 
 // All threads of the grid: the state that the kernel begins with.
 __device__ __forceinline__ void begin(Block& block, const u64* addresses, int batch, int full, int useful, bool projected) {
@@ -1203,7 +1152,7 @@ template <class Values>
 __device__ __forceinline__ void enter_decoder(Block& block, u32 pass, int column, const Values& four_of) {
   const Exchange& e = block.exchange;
 #pragma unroll 1
-  for (int start = warp_id() * 128; start < H; start += THREADS * 4) {  // whole warps
+  for (int start = same(warp_id()) * 128; start < H; start += THREADS * 4) {  // whole warps
     const int i = start + lane_id() * 4;
     const bool valid = i < H;
     const float4 zero = make_float4(0, 0, 0, 0), gain = valid ? constant_four(block.model.input_norm + i) : zero, value = valid ? four_of(i) : zero;
@@ -1291,6 +1240,7 @@ __device__ __noinline__ void accept_entry(Block& block, int row, int round) {
                           m.states, m.rounds, m.history, block.full - 1, block.coupled);
   __syncthreads();
   if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(m.states[row]) << 16, u32(round)));
+  __syncwarp();
 }
 
 // One thread: commits the pick of a pass without drafts; round 0 is the prefill, which is not recorded.
@@ -1309,10 +1259,14 @@ __device__ __forceinline__ void end_round(Block& block) {
   arrive(block.model.counter + 1);
 }
 
-// One thread: waits until all blocks have come to the end of as many rounds as this one. Without drafts there are none.
+// All who multiply: wait until all blocks have come to the end of as many rounds as this one. Without drafts there are none.
 __device__ __forceinline__ void wait_for_all(Block& block) {
-  u32 polls = 0;
-  while (arrived(block.model.counter + 1) < block.rounds_ended * CTAS) polled(polls);
+  if (same(warp_id()) == 0) {
+    __syncwarp();
+    u32 polls = 0;
+    while (__any_sync(ALL_LANES, arrived(block.model.counter + 1) < block.rounds_ended * CTAS)) polled(polls);
+  }
+  __syncthreads();
 }
 
 // All threads of a block: picks the code of one entry, whose noise has been made. In `round` 0 and above it is committed; it
@@ -1326,10 +1280,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, int entry
   const DueLogits logits = {block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code};
   select_entry(block, logits, row, depth, use, laws);
   const int code = block.pick;
-  if (round == 0) {
-    if (threadIdx.x == 0) wait_for_all(block);
-    __syncthreads();
-  }
+  if (round == 0) wait_for_all(block);
   if (enters) embed(block, uses.pass + verifying, place, embedding(model, depth, code));
   if (threadIdx.x == 0) {
     (verifying ? model.picks : model.drafts)[entry] = code;
@@ -1341,32 +1292,36 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, int entry
 __device__ __forceinline__ void plan_round(Block& block, int round) {
   const int batch = block.batch, drafts = block.full - 1;
   sync_team();  // whoever read the plan before
-  if (int(threadIdx.x) < batch) {
-    const int row = threadIdx.x;
+  if (same(warp_id()) == 0) {
+    const int row = lane_id() < batch ? lane_id() : 0;
+    int last = block.last[row], state = 0;
     if (round == 1) {
-      block.last[row] = 1, block.state[row] = 1;
+      last = 1, state = 1;
     } else if (drafts == 0) {
-      block.last[row]++, block.state[row] = 0;
-    } else if (block.last[row] < G - 1) {
-      uint4 both;
+      last++;
+    } else {
+      const bool waits = last < G - 1;
+      uint2 place;
       u32 polls = 0;
       for (;;) {
-        both = load_whole(reinterpret_cast<const uint4*>(block.exchange.board) + row / 2);
-        if ((row % 2 ? both.w : both.y) == u32(round - 1)) break;
+        place = load_whole(block.exchange.board + row);
+        if (!__any_sync(ALL_LANES, waits && place.y != u32(round - 1))) break;
         poll_again(polls);
       }
-      const u32 place = row % 2 ? both.z : both.x;
-      block.last[row] = place & 0xFFFF, block.state[row] = place >> 16;
+      state = block.state[row];
+      if (waits) last = place.x & 0xFFFF, state = place.x >> 16;
     }
+    __syncwarp();
+    if (lane_id() < batch) block.last[row] = last, block.state[row] = state;
   }
   if (threadIdx.x == 0) block.finished = 1;
   sync_team();
   const int width = drafts + 1;
-  for (int i = threadIdx.x; i < PLACES; i += TEAM) {
+  for_places([&](int i) {
     const int row = i / width, offset = i % width, last = row < batch ? block.last[row] : G;
     place_column(block, i, last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1);
     if (last < G - 1) block.finished = 0;
-  }
+  });
   sync_team();
 }
 
@@ -1402,20 +1357,25 @@ __device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int dra
 // All who multiply or add: the heads of a set for so many entries, `a_row` of them a row, and their picks.
 __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, int entries, int a_row, bool verifying, int round) {
   const int desk = CTAS - 1 - int(blockIdx.x);
-  const bool plain = block.full == 1 || round == 0;
+  const int full = same(block.full);
+  const bool plain = full == 1 || round == 0;
   const int use = verifying || block.coupled ? USE_TARGET : USE_DRAFT;
   // Who has no rows of the heads makes the noise meanwhile.
   const bool early = !Head::mine(0) && !stream.adds();
   if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
   run_heads(block, stream, heads, entries);
   if (stream.adds()) return;
-  // The block's keys and values have been read: attention ends with a barrier.
-  if (round == 0 && block.full > 1 && threadIdx.x == 0) end_round(block);
+  // All of the block have read its keys and values.
+  if (round == 0 && full > 1) {
+    __syncthreads();
+    if (threadIdx.x == 0) end_round(block);
+  }
 #pragma unroll 1
   for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
-    const int row = entry / a_row, place = verifying ? row * block.full : row * block.full + 1 + entry % a_row;
+    const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % a_row;
     if (!early || entry != desk) make_noise(block, entry, row, use);
     pick_entry(block, stream.uses, entry, row, use, verifying, plain ? round : -1, plain || !verifying ? place : -1);
+    if (MAX_COLUMNS <= CTAS) break;  // said for the compiler, which loses sight of the lanes around a call in a loop
   }
 }
 
@@ -1425,12 +1385,11 @@ __device__ __forceinline__ void settle(Block& block, const Stream& stream, int r
   __syncthreads();
   if (threadIdx.x == 0) end_round(block);
   const int desk = CTAS - 1 - int(blockIdx.x);
-  if (desk >= block.batch || block.last[desk] >= G - 1) return;
-  if (threadIdx.x == 0) wait_for_all(block);
-  __syncthreads();
+  if (desk >= same(block.batch) || same(block.last[desk]) >= G - 1) return;
+  wait_for_all(block);
   accept_entry(block, desk, round);
   const Model& model = block.model;
-  const int last = model.last[desk];
+  const int last = same(model.last[desk]);
   if (last < G - 1) embed(block, stream.uses.pass + 1, desk * block.full, embedding(model, last, model.codes[desk * G + last]));
 }
 
@@ -1443,13 +1402,13 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   const int desk = CTAS - 1 - int(blockIdx.x);
   if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
-  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
-  Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
+  Stream stream{block, memory + BLOCK_BYTES, u32(same(warp_id()))};
+  if (stream.warp == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
   Uses& uses = stream.uses;
   stream.push(BODY);
   stream.push(1u);
   if (desk < batch && threadIdx.x == 0) model.errors[desk] = 0x7F7F7F7F;
-  for (int i = threadIdx.x; i < PLACES; i += TEAM) place_column(block, i, i < 2 * batch ? i % 2 : -1);
+  for_places([&](int i) { place_column(block, i, i < 2 * batch ? i % 2 : -1); });
   clear_exchange(block, stream);
 
   // Prefill: the Talker's state and its code.
@@ -1462,29 +1421,29 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   for (int round = 0;; round++) {
     if (round > 0) {
       plan_round(block, round);
-      if (block.finished) break;
+      if (same(block.finished)) break;
     }
     uses.pass++;
     // First the drafts, then the pass that verifies them; each ends in heads and picks.
 #pragma unroll 1
-    for (int verifying = block.full == 1 || round == 0; verifying < 2; verifying++) {
-      const int width = round == 0 ? 2 : block.full, a_row = verifying ? width : width - 1;
+    for (int verifying = drafts == 0 || round == 0; verifying < 2; verifying++) {
+      const int width = round == 0 ? 2 : drafts + 1, a_row = verifying ? width : width - 1;
       u32 heads;
       if (verifying) {
         // Without drafts the next pass is known: its weights may come.
-        if (block.full == 1 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        heads = list_target_heads(block, block.batch * width);
-        run_pass<HAS_PROJECTION>(block, stream, width);
+        if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
+        heads = list_target_heads(block, batch * width);
+        run_pass<HAS_PROJECTION>(block, stream, batch, width);
       } else {
-        heads = list_draft_heads(block, block.batch, width - 1, round == 1 ? 2 : width);
+        heads = list_draft_heads(block, batch, width - 1, round == 1 ? 2 : width);
         if (heads) stream.push(heads);
         stream.push(BODY);
-        stream.push(set_of_targets(block, block.batch * width));
+        stream.push(set_of_targets(block, batch * width));
         if (!heads) continue;
       }
-      apply_and_pick(block, stream, heads, block.batch * a_row, a_row, verifying, round);
+      apply_and_pick(block, stream, heads, batch * a_row, a_row, verifying, round);
     }
-    if (block.full > 1 && round > 0 && !stream.adds()) settle(block, stream, round);
+    if (drafts > 0 && round > 0 && !stream.adds()) settle(block, stream, round);
   }
 
   if (stream.adds()) return;
@@ -1511,16 +1470,16 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   const int columns = batch * width;
   if (threadIdx.x == 0) block.desks = 0;
   begin(block, addresses, batch, width, MAX_COPIES, false);
-  if (warp_id() == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
-  Stream stream{block, memory + BLOCK_BYTES, __shfl_sync(ALL_LANES, u32(warp_id()), 0)};
-  for (int i = threadIdx.x; i < PLACES; i += TEAM) place_column(block, i, i < columns ? positions[i] : -1);
+  Stream stream{block, memory + BLOCK_BYTES, u32(same(warp_id()))};
+  if (stream.warp == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
+  for_places([&](int i) { place_column(block, i, i < columns ? positions[i] : -1); });
   stream.push(BODY);
   stream.push(STOP);
   clear_exchange(block, stream);
   stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
-  run_pass<false>(block, stream, width);
+  run_pass<false>(block, stream, batch, width);
   sync_team();
   if (stream.adds()) return;
   grid_barrier(block);

@@ -42,8 +42,9 @@ _RESERVED_BYTES = 4096
 """Shared memory of a block beside its ring and its sums: addresses, columns, the place of its weights."""
 _SELECT_BYTES = 12288
 CHUNK_BYTES = 4096
-IN_FLIGHT = 24
-"""Chunks of a block that are on their way at a time."""
+IN_FLIGHT, IN_FLIGHT_WIDE = 6, 4
+"""Chunks of a block that are on their way at a time: enough for the bandwidth of memory, and no more, for what queues
+there stands before the activations. Of these a pass of more than 4 columns has many, and waits for them longest."""
 HELPERS = 128
 """Threads of a block that add up and stream."""
 MAX_COPIES = 8
@@ -197,12 +198,10 @@ class FusedPlan:
         """Return the shared memory of a block beside its ring, for sums of so many rows."""
         d, warps = self.spec.decoder, self.threads // 32
         sums = 2 * 8 * (warps * (rows + _PADDING) + 1) * 4
-        ratio, scores = d.num_attention_heads // d.num_key_value_heads, 2 * (warps // 4) * 64 * 4
-        # Queries, key and value of each position, and norms of all but the values.
-        attention = MAX_VERIFY_SIZE * ((ratio + 2) * d.head_dim + ratio + 1) * 4
+        scores = 2 * (warps // 4) * 64 * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
         noise = next(items for items in (4, 8, 16) if d.vocab_size <= items * self.threads) * self.threads * 4
-        return _RESERVED_BYTES + constants + sums + scores + max(attention, _SELECT_BYTES + noise)
+        return _RESERVED_BYTES + constants + sums + scores + _SELECT_BYTES + noise
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
@@ -213,7 +212,7 @@ class FusedPlan:
             "HIDDEN": "F32", "INPUT": "F32", "LAYERS": str(d.num_hidden_layers), "HEADS": str(d.num_attention_heads),
             "KV_HEADS": str(d.num_key_value_heads), "HEAD_DIM": str(d.head_dim), "INTER": str(d.intermediate_size),
             "CTAS": str(self.blocks), "CHUNKS": str(chunks), "CHUNK_BYTES": str(CHUNK_BYTES),
-            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)),
+            "IN_FLIGHT": str(min(IN_FLIGHT, chunks)), "IN_FLIGHT_WIDE": str(min(IN_FLIGHT_WIDE, chunks)),
             "PARTICIPANTS": str(self.threads), "HELPERS": str(HELPERS), "MAX_GROUPS": str(max_groups),
             "MAX_BATCH": str(self.max_batch), "MAX_COPIES": str(MAX_COPIES),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
