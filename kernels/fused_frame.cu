@@ -1,8 +1,9 @@
 // fused_frame and fused_pass: the whole CodePredictor in one persistent cooperative kernel.
 //
-// fused_frame decodes one frame for every row of a batch: prefill of two positions, then rounds of draft heads, select,
-// verify pass, select, accept, until every row is complete, and the sum of the frame's embeddings. fused_pass runs one
-// pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand in front of this file.
+// fused_frame decodes one frame for every row of a batch: prefill of two positions, then rounds of a verify pass, the heads
+// of its targets and of all drafts that may follow, select, accept, until every row is complete, and the sum of the frame's
+// embeddings. fused_pass runs one pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand
+// in front of this file.
 //
 // Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product), one
 //          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
@@ -26,9 +27,9 @@
 // Of a block's warps the first THREADS / 32 multiply, attend and pick, the next ADDERS add the slices up and store them,
 // while the others are at the next matrix already, and the last one streams.
 //
-// Weights do not depend on activations: the last warp streams them through a ring in shared memory, while
-// others wait, by the copy engine where there is one. It keeps IN_FLIGHT chunks on their way and no more: what queues in
-// the memory system stands before the activations, which everyone waits for.
+// Weights do not depend on activations: the last warp streams them through a ring in shared memory, while others wait, by
+// the copy engine where there is one. It keeps IN_FLIGHT chunks on their way (IN_FLIGHT_WIDE in a launch whose passes have
+// more than 4 columns) and no more: what queues in the memory system stands before the activations, which everyone waits for.
 
 // A bit of a low half is free for a tag (see Exchange). FP16 operands: activations up to 4e6 fit, the low part stays above
 // the denormal numbers, and its lowest bit is beyond what an FP32 value holds. BF16 operands: the scale keeps the upper
@@ -80,7 +81,7 @@ struct Model {
   const WEIGHT *talker_table, *tables;                      // [*, HT], [G - 1, V, HT]
   uint4* exchange;                                          // see Exchange
   float *hidden, *keys, *values;                            // hidden [B * W, H]: a thread's own rows
-  float *laws, *draft_laws;                                 // [B, W, V], [B, W - 1, V]
+  float *laws, *draft_laws;                                 // [B, W, V], [2, B, W, W - 1, V]: of rounds in turn, see Candidates
   int *picks, *drafts, *last, *states;
   u32* counter;
   const Request* requests;
@@ -147,35 +148,35 @@ struct Part {
 //
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
 // stored something that the writer has waited for. So a reader finds the use before, or its own; in a column that no pass
-// had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Three kinds of reader store nothing that is
-// waited for, and may be late:
-// - A block that keeps keys and values and has no query of its own: each layer has pieces of its own, and with drafts
-//   column 0 of the next pass waits until all blocks have come to the end of the round. Without drafts all have queries.
-// - Who picks a code, while drafts are made that do not depend on it: logits have two places, in turn.
-// - Who makes the first drafts, of states that stand in the columns of the prefill: FusedPlan refuses shapes of which an
-//   earlier row could overwrite them.
+// had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Who stores nothing that is waited for may be
+// late: a block that keeps keys and values and has no query of its own, one that applies heads to other columns than are
+// picked from, one that picks drafts that are not taken. So with drafts column 0 of the next pass, of which there is one
+// in every tile, waits until all blocks have come to the end of the round; what the late ones read in it is written behind
+// that column. Without drafts all have queries, and all that is picked enters the next pass.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
   uint4 *inputs, *input_squares, *hidden_squares;                           // [columns, H | H / 8 | H / 8], / 2
-  uint4 *attended_by_layer, *logits_in_turn;                                // [LAYERS, columns, QKV / 2], [2, columns, V / 2]
-  uint2* board;                                                             // [MAX_BATCH]: last and state of a row
+  uint4 *attended_by_layer, *all_logits;                                    // [LAYERS, columns, QKV / 2], [columns, W, V / 2]
+  uint2 *board, *draft_codes;                                               // [MAX_BATCH]: last and state of a row; [MAX_BATCH, MAX_WIDTH]
   u32 pieces;
   int columns;
   __device__ __forceinline__ uint4* attended(int layer, int column) const { return attended_by_layer + (layer * columns + column) * (QKV_WIDTH / 2); }
-  __device__ __forceinline__ uint4* logits(u32 use, int entry) const { return logits_in_turn + (int(use & 1) * columns + entry) * (V / 2); }
+  __device__ __forceinline__ uint4* logits(int entry) const { return all_logits + entry * (V / 2); }
 };
 
-__device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns) {
+// `picks`: of a column, its target's and those of the drafts behind it.
+__device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns, int picks) {
   uint4* const start = at;
   const auto take = [&](int width) { uint4* const here = at; at += columns * width; return here; };
   e.embeds = take(HAS_PROJECTION ? HT / 4 : 0), e.input_words = take(H / 4), e.hidden_words = take(H / 4);
   e.mixed = take(Q_WIDTH / 4), e.activated = take(INTER / 4);
   e.inputs = take(H / 2), e.input_squares = take(H / 16), e.hidden_squares = take(H / 16);
-  e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.logits_in_turn = take(2 * (V / 2));
+  e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.all_logits = take(picks * (V / 2));
   e.board = reinterpret_cast<uint2*>(at), at += MAX_BATCH / 2 + 1;
+  e.draft_codes = reinterpret_cast<uint2*>(at), at += MAX_BATCH * MAX_WIDTH / 2;
   e.pieces = u32(at - start), e.columns = columns;
 }
 
@@ -229,8 +230,8 @@ struct Uses {
 };
 
 // A value that is the same in all lanes, so that the compiler knows it. Where a lane may have gone another way, for all that
-// it knows, it moves no instruction past a shuffle or a vote (BRA.DIV in SASS), and each waits for the one before: so every
-// branch around them hangs on kernel arguments or on this, and no lane loops alone.
+// it knows, it moves no instruction past a shuffle or a vote (BRA.DIV in SASS), and each waits for the one before. So what
+// stands around passes and picks hangs on kernel arguments or on this, and no lane waits alone.
 __device__ __forceinline__ int same(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
 struct Block {
@@ -243,8 +244,6 @@ struct Block {
   alignas(16) u32 used[WARPS_A_BLOCK];  // of each warp: the chunks of the stream that it is done with
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
-  // Heads to apply: which, and to which column's hidden state; entries are columns, or drafts of the rows.
-  int head_of[MAX_COLUMNS], source_of[MAX_COLUMNS];
   int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the place it came from
   Request request[MAX_BATCH];
   int pick;
@@ -788,19 +787,26 @@ struct GateUpTask : Columns<true> {
   }
 };
 
-// One head, for the entries that want it.
+// The depth of a code that is picked from a column's state: of its target for 0, of the draft so far behind it otherwise; 0
+// where there is none. A code of the last depth is never a draft.
+__device__ __forceinline__ int depth_of(int position, int behind) {
+  const int depth = position + behind;
+  return position > 0 && (behind == 0 || depth < G - 1) ? depth : 0;
+}
+
+// One head, for the columns that want it: as that of their target, or of a draft.
 struct HeadTask : Columns<true> {
-  int head, entries;
+  int head, columns, picks;
   using Place = FloatPlace;
   __device__ __forceinline__ u32 use() const { return uses.outer(); }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
-  __device__ __forceinline__ const uint4* row(int entry) const { return block.exchange.hidden_words + block.source_of[entry] * (H / 4); }
-  __device__ __forceinline__ const uint4* squares(int entry) const { return block.exchange.hidden_squares + block.source_of[entry] * (H / 16); }
+  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.hidden_words + column * (H / 4); }
+  __device__ __forceinline__ const uint4* squares(int column) const { return block.exchange.hidden_squares + column * (H / 16); }
   __device__ __forceinline__ u32 wanted(int tile) const {
-    const int entry = tile * TILE + (lane_id() & (TILE - 1));
-    return __ballot_sync(ALL_LANES, lane_id() < TILE && entry < entries && block.head_of[entry] == head);
+    const int column = tile * TILE + (lane_id() & (TILE - 1)), position = column < columns ? block.position[column] : -1, behind = head + 1 - position;
+    return __ballot_sync(ALL_LANES, lane_id() < TILE && behind >= 0 && behind < picks && depth_of(position, behind));
   }
-  __device__ __forceinline__ Place place(int entry, int out) const { return {block.exchange.logits(uses.heads, entry) + out / 2}; }
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.logits(column * picks + head + 1 - block.position[column]) + out / 2}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
     if (valid) place.store(sums, uses.heads);
   }
@@ -954,8 +960,8 @@ __device__ __forceinline__ void store_mixed(uint4* to, WordTag tag, const Shares
   if (thread < HEAD_DIM && thread % 4 == 0) tag.store(to + thread / 4, split_four(make_float4(a, b, c, d)));
 }
 
-// All who multiply, for up to MOST positions of a row: without shared memory but for the scores, and with few instructions
-// behind the wait. In a team of four warps each has every fourth key, and a thread has a channel of the values.
+// A team of four warps, for up to MOST positions of a row: without shared memory but for the scores, and with few
+// instructions behind the wait. A warp has every fourth key, a thread a channel of the values.
 template <int MOST>
 __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& task, u32 warp, const float* gains, int layer, u32 use) {
   using T = AttentionTask;
@@ -1044,7 +1050,7 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
     for (int j = 0; j < MOST; j++) {
       const int p = begin + j;
       const float share = __shfl_sync(ALL_LANES, G > 32 && p >= 32 ? shares.high : shares.low, p & 31);
-      mixed[j % 2] = fmaf(share, __uint_as_float(due_value[j].x), mixed[j % 2]);  // 0 behind `last`
+      mixed[j % 2] = fmaf(share, p <= last ? __uint_as_float(due_value[j].x) : 0, mixed[j % 2]);
     }
     store_mixed(block.exchange.mixed + (task.column + place) * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4, WordTag(use), shares, mixed);
     query += T::TEAMS;
@@ -1064,9 +1070,9 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 #pragma unroll 1
   for (int index = first < 0 ? first + CTAS : first; index < tasks; index += CTAS) {
     __syncwarp();
-    __syncthreads();  // keys and values of the last pass are there for all, and all have read the scores of the last layer
+    __syncthreads();  // keys and values of the last pass are there for all, and all have read the scores of the task before
     const AttentionTask task(block, index, layer, width, copies);
-    // Without a query the first team keeps keys and values still; the other may not wait for what nobody holds back for it.
+    // Without a query the first team keeps keys and values still; others may not wait for what nobody holds back for them.
     if (task.count == 0 || int(stream.warp / 4) >= max(task.queries(), 1)) continue;
     if (width <= 4) attend_row<4>(block, task, stream.warp, gains, layer, use);
     else attend_row<MAX_WIDTH>(block, task, stream.warp, gains, layer, use);
@@ -1094,12 +1100,12 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   }
 }
 
-// All threads of the grid: the heads of a set, for the entries that want them.
-__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int entries) {
+// All threads of the grid: the heads of a set, for the columns that want them, of each of which `picks` codes are picked.
+__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int columns, int picks) {
   stream.uses.heads++;
 #pragma unroll 1
   for (; heads; heads &= heads - 1)
-    multiply<Head>(block, stream, (entries + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, entries});
+    multiply<Head>(block, stream, (columns + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, columns, picks});
 }
 
 // Whole warps: the position of column i.
@@ -1129,7 +1135,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   }
   if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
   sync_block();
-  if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, batch * max(full, 2));
+  if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, batch * max(full, 2), projected ? full : 0);
   for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
   for (int i = threadIdx.x; i < G * HEAD_DIM; i += ALL) block.rotary[i] = block.model.rotary[i];
   if (int(threadIdx.x) < batch && block.model.requests) block.request[threadIdx.x] = block.model.requests[threadIdx.x];
@@ -1215,9 +1221,20 @@ struct DueLogits {
   }
 };
 
+// The codes that are picked from the states of a pass: the target of each column, and behind them of each the drafts that
+// would follow if it were the last to stay. So they are there when that is known, and their heads are applied but once.
+struct Candidates {
+  int batch, width, drafts, round;
+  __device__ __forceinline__ int columns() const { return batch * width; }
+  __device__ __forceinline__ int all() const { return columns() * (drafts + 1); }
+  __device__ __forceinline__ int column(int entry) const { return entry < columns() ? entry : (entry - columns()) / drafts; }
+  __device__ __forceinline__ int behind(int entry) const { return entry < columns() ? 0 : 1 + (entry - columns()) % drafts; }
+  // Where drafts and their laws are kept until the next round has verified them.
+  __device__ __forceinline__ int first_draft(int column) const { return ((round & 1) * batch * (drafts + 1) + column) * drafts; }
+};
+
 // All threads: the noise of a pick, which depends on no logits.
-__device__ __noinline__ void make_noise(Block& block, int entry, int row, int use) {
-  const int depth = block.head_of[entry] + 1;
+__device__ __noinline__ void make_noise(Block& block, int row, int depth, int use) {
   if (depth <= 0) return;  // there is no such entry
   __syncthreads();         // whoever used this memory before
   select_sample_part::store_noise(block.scratch.select.noise, block.request[row], depth, use);
@@ -1229,17 +1246,25 @@ __device__ __noinline__ void select_entry(Block& block, DueLogits logits, int ro
   __syncthreads();  // whoever used this memory before
   select_sample_part::select_row(block.scratch.select.shared, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
   __syncthreads();
+  __syncwarp();
 }
 
-// All threads of a block: accepts drafts of one row in a round, and tells all blocks where the row stands.
-__device__ __noinline__ void accept_entry(Block& block, int row, int round) {
+// All threads of a block: accepts drafts of one row in a round, and tells all blocks where the row stands and what it goes on
+// with.
+__device__ __noinline__ void accept_entry(Block& block, int row, const Candidates made) {
   const Model& m = block.model;
+  const int drafts = made.drafts, round = made.round;
   if (threadIdx.x == 0) m.last[row] = block.last[row], m.rounds[row] = round - 1;
   __syncthreads();
-  accept_part::accept_row(block.scratch.accept, row, m.drafts, m.draft_laws, m.picks, m.laws, m.requests, m.last, m.codes,
-                          m.states, m.rounds, m.history, block.full - 1, block.coupled);
+  const Candidates before = {made.batch, round == 1 ? 2 : made.width, drafts, round - 1};
+  const int verified = before.first_draft(row * before.width + block.state[row]) - row * drafts;  // accept_row adds that
+  accept_part::accept_row(block.scratch.accept, row, m.drafts + verified, m.draft_laws + (long long)(verified) * V, m.picks, m.laws, m.requests, m.last, m.codes,
+                          m.states, m.rounds, m.history, drafts, block.coupled);
   __syncthreads();
-  if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(m.states[row]) << 16, u32(round)));
+  const int state = m.states[row];
+  if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(state) << 16, u32(round)));
+  if (int(threadIdx.x) < drafts)
+    store_whole(block.exchange.draft_codes + row * MAX_WIDTH + threadIdx.x, make_uint2(u32(m.drafts[made.first_draft(row * made.width + state) + threadIdx.x]), u32(round)));
   __syncwarp();
 }
 
@@ -1269,23 +1294,26 @@ __device__ __forceinline__ void wait_for_all(Block& block) {
   __syncthreads();
 }
 
-// All threads of a block: picks the code of one entry, whose noise has been made. In `round` 0 and above it is committed; it
-// enters a pass at column `place`, if that is not negative: that of this round a draft, the next one another.
-__device__ __noinline__ void pick_entry(Block& block, const Uses uses, int entry, int row, int use, bool verifying, int round, int place) {
-  const int depth = block.head_of[entry] + 1;
+// All threads of a block: picks the code of one entry, whose noise has been made. A target without drafts, or of the prefill,
+// is committed and enters the next pass; so do the drafts behind the prefill, of which none but these are made.
+__device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int entry) {
+  const int column = made.column(entry), behind = made.behind(entry), depth = depth_of(same(block.position[column]), behind);
   if (depth <= 0) return;  // there is no such entry
   const Model& model = block.model;
-  float* const laws = round >= 0 || block.coupled ? nullptr : (verifying ? model.laws : model.draft_laws) + entry * V;
-  const bool enters = place >= 0 && depth < G - 1;
-  const DueLogits logits = {block.exchange.logits(uses.heads, entry), uses.heads, block.scratch.select.noise.of_code};
-  select_entry(block, logits, row, depth, use, laws);
+  const int row = column / made.width, draft = made.first_draft(column) + behind - 1;
+  const bool target = behind == 0, commits = target && (made.drafts == 0 || made.round == 0);
+  float* const law = commits || block.coupled ? nullptr : target ? model.laws + column * V : model.draft_laws + u64(draft) * V;
+  const DueLogits logits = {block.exchange.logits(column * (made.drafts + 1) + behind), uses.heads, block.scratch.select.noise.of_code};
+  select_entry(block, logits, row, depth, target || block.coupled ? USE_TARGET : USE_DRAFT, law);
   const int code = block.pick;
-  if (round == 0) wait_for_all(block);
-  if (enters) embed(block, uses.pass + verifying, place, embedding(model, depth, code));
+  if (made.round == 0) wait_for_all(block);
+  if ((commits || made.round == 0) && depth < G - 1) embed(block, uses.pass + 1, row * (made.drafts + 1) + behind, embedding(model, depth, code));
   if (threadIdx.x == 0) {
-    (verifying ? model.picks : model.drafts)[entry] = code;
-    if (round >= 0) commit(model, row, depth, code, round);
+    if (target) model.picks[column] = code;
+    else model.drafts[draft] = code;
+    if (commits) commit(model, row, depth, code, made.round);
   }
+  __syncwarp();
 }
 
 // All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
@@ -1325,72 +1353,76 @@ __device__ __forceinline__ void plan_round(Block& block, int round) {
   sync_team();
 }
 
+// The heads of a column's target and of the drafts behind it.
+__device__ __forceinline__ u32 heads_of(int position, int drafts) {
+  if (position <= 0) return 0;
+  const int most = max(min(position - 1 + drafts, G - 3), position - 1);
+  return (2u << most) - (1u << (position - 1));
+}
+
 // All lanes: the heads that the columns of a pass need.
-__device__ __forceinline__ u32 set_of_targets(const Block& block, int columns) {
+__device__ __forceinline__ u32 set_of_heads(const Block& block, int columns, int drafts) {
   u32 heads = 0;
-  for (int i = lane_id(); i < columns; i += 32)
-    if (block.position[i] > 0) heads |= 1u << (block.position[i] - 1);
+  for (int i = lane_id(); i < columns; i += 32) heads |= heads_of(block.position[i], drafts);
   return warp_or(heads);
 }
 
-// All of a block who multiply or add: the heads of the pass, each column its own; returns the set.
-__device__ __forceinline__ u32 list_target_heads(Block& block, int columns) {
-  sync_team();  // whoever read the list before
-  for (int i = threadIdx.x; i < columns; i += TEAM) block.head_of[i] = block.position[i] - 1, block.source_of[i] = i;
-  sync_team();
-  return set_of_targets(block, columns);
-}
-
-// All of a block who multiply or add: the heads of the drafts, several for the state of a row's last committed code.
-__device__ __forceinline__ u32 list_draft_heads(Block& block, int batch, int drafts, int width_before) {
-  u32 heads = 0;
-  sync_team();  // whoever read the list before
-  for (int i = lane_id(); i < batch * drafts; i += 32) {
-    const int row = i / drafts, wanted = block.last[row] + i % drafts, head = wanted < G - 2 ? wanted : -1;
-    if (head >= 0) heads |= 1u << head;
-    if (warp_id() == 0) block.head_of[i] = head, block.source_of[i] = row * width_before + block.state[row];
+// All who multiply: the drafts of the last round that go on enter this pass.
+__device__ __forceinline__ void enter_drafts(Block& block, const Uses& uses, int columns, int width, int round) {
+#pragma unroll 1
+  for (int column = CTAS - 1 - int(blockIdx.x); column < columns; column += CTAS) {
+    __syncthreads();  // as for picks
+    const int row = column / width, behind = column % width, position = same(block.position[column]);
+    if (behind > 0 && position >= 0) {
+      uint2 code;
+      for (u32 polls = 0;; poll_again(polls)) {
+        code = load_whole(block.exchange.draft_codes + row * MAX_WIDTH + behind - 1);
+        if (!__any_sync(ALL_LANES, code.y != u32(round - 1))) break;
+      }
+      embed(block, uses.pass, column, embedding(block.model, position - 1, int(code.x)));
+    }
   }
-  sync_team();
-  return warp_or(heads);
 }
 
-// All who multiply or add: the heads of a set for so many entries, `a_row` of them a row, and their picks.
-__device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, int entries, int a_row, bool verifying, int round) {
+// All threads: the noise of an entry.
+__device__ __forceinline__ void make_noise_of(Block& block, const Candidates& made, int entry) {
+  const int column = made.column(entry), behind = made.behind(entry);
+  make_noise(block, column / made.width, depth_of(same(block.position[column]), behind), behind == 0 || block.coupled ? USE_TARGET : USE_DRAFT);
+}
+
+// All who multiply or add: the heads of a set, and what is picked.
+__device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, const Candidates made) {
   const int desk = CTAS - 1 - int(blockIdx.x);
-  const int full = same(block.full);
-  const bool plain = full == 1 || round == 0;
-  const int use = verifying || block.coupled ? USE_TARGET : USE_DRAFT;
   // Who has no rows of the heads makes the noise meanwhile.
   const bool early = !Head::mine(0) && !stream.adds();
-  if (early && desk < entries) make_noise(block, desk, desk / a_row, use);
-  run_heads(block, stream, heads, entries);
+  if (early && desk < made.all()) make_noise_of(block, made, desk);
+  run_heads(block, stream, heads, made.columns(), made.drafts + 1);
   if (stream.adds()) return;
   // All of the block have read its keys and values.
-  if (round == 0 && full > 1) {
+  if (made.round == 0 && made.drafts > 0) {
     __syncthreads();
     if (threadIdx.x == 0) end_round(block);
   }
 #pragma unroll 1
-  for (int entry = desk; entry < entries; entry += CTAS) {  // a block an entry
-    const int row = entry / a_row, place = verifying ? row * full : row * full + 1 + entry % a_row;
-    if (!early || entry != desk) make_noise(block, entry, row, use);
-    pick_entry(block, stream.uses, entry, row, use, verifying, plain ? round : -1, plain || !verifying ? place : -1);
-    if (MAX_COLUMNS <= CTAS) break;  // said for the compiler, which loses sight of the lanes around a call in a loop
+  for (int entry = desk; entry < made.all(); entry += CTAS) {  // a block an entry
+    __syncthreads();  // for the compiler, which otherwise loses sight of the lanes in a loop around a call
+    if (!early || entry != desk) make_noise_of(block, made, entry);
+    pick_entry(block, stream.uses, made, entry);
   }
 }
 
 // All who multiply or add: what the drafts of a round come to, once the pass that verifies them has been picked from.
-__device__ __forceinline__ void settle(Block& block, const Stream& stream, int round) {
+__device__ __forceinline__ void settle(Block& block, const Stream& stream, const Candidates made) {
   // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
   __syncthreads();
   if (threadIdx.x == 0) end_round(block);
   const int desk = CTAS - 1 - int(blockIdx.x);
   if (desk >= same(block.batch) || same(block.last[desk]) >= G - 1) return;
   wait_for_all(block);
-  accept_entry(block, desk, round);
+  accept_entry(block, desk, made);
   const Model& model = block.model;
   const int last = same(model.last[desk]);
-  if (last < G - 1) embed(block, stream.uses.pass + 1, desk * block.full, embedding(model, last, model.codes[desk * G + last]));
+  if (last < G - 1) embed(block, stream.uses.pass + 1, desk * made.width, embedding(model, last, model.codes[desk * G + last]));
 }
 
 KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
@@ -1406,7 +1438,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   if (stream.warp == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
   Uses& uses = stream.uses;
   stream.push(BODY);
-  stream.push(1u);
+  stream.push(heads_of(1, drafts));
   if (desk < batch && threadIdx.x == 0) model.errors[desk] = 0x7F7F7F7F;
   for_places([&](int i) { place_column(block, i, i < 2 * batch ? i % 2 : -1); });
   clear_exchange(block, stream);
@@ -1417,6 +1449,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     embed(block, 1, desk * 2 + 1, embedding(model, 0, model.codes[desk * G]));
   }
 
+  bool ahead = true;  // the weights of the pass are on their way: it was known that there would be one
 #pragma unroll 1
   for (int round = 0;; round++) {
     if (round > 0) {
@@ -1424,26 +1457,16 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       if (same(block.finished)) break;
     }
     uses.pass++;
-    // First the drafts, then the pass that verifies them; each ends in heads and picks.
-#pragma unroll 1
-    for (int verifying = drafts == 0 || round == 0; verifying < 2; verifying++) {
-      const int width = round == 0 ? 2 : drafts + 1, a_row = verifying ? width : width - 1;
-      u32 heads;
-      if (verifying) {
-        // Without drafts the next pass is known: its weights may come.
-        if (drafts == 0 && round + 1 < G - 1) stream.push(BODY), stream.push(2u << round);
-        heads = list_target_heads(block, batch * width);
-        run_pass<HAS_PROJECTION>(block, stream, batch, width);
-      } else {
-        heads = list_draft_heads(block, batch, width - 1, round == 1 ? 2 : width);
-        if (heads) stream.push(heads);
-        stream.push(BODY);
-        stream.push(set_of_targets(block, batch * width));
-        if (!heads) continue;
-      }
-      apply_and_pick(block, stream, heads, batch * a_row, a_row, verifying, round);
-    }
-    if (drafts > 0 && round > 0 && !stream.adds()) settle(block, stream, round);
+    const Candidates made = {batch, round == 0 ? 2 : drafts + 1, drafts, round};
+    const u32 heads = set_of_heads(block, made.columns(), drafts);
+    if (!ahead) stream.push(BODY);
+    if (round > 0) stream.push(heads);
+    ahead = round == 0 ? G > 2 : __any_sync(ALL_LANES, lane_id() < batch && block.last[lane_id() % MAX_BATCH] + 1 + drafts < G - 1);
+    if (ahead) stream.push(BODY);
+    if (round > 1 && drafts > 0 && !stream.adds()) enter_drafts(block, uses, made.columns(), made.width, round);
+    run_pass<HAS_PROJECTION>(block, stream, batch, made.width);
+    apply_and_pick(block, stream, heads, made);
+    if (drafts > 0 && round > 0 && !stream.adds()) settle(block, stream, made);
   }
 
   if (stream.adds()) return;

@@ -162,6 +162,15 @@ def test_a_padding_position_changes_nothing(case: Case) -> None:
     assert np.isnan(padded[1, 2]).all()  # nothing was written
 
 
+def test_a_position_that_is_not_finite_spoils_none_before_it(case: Case) -> None:
+    rows = np.random.default_rng(2).standard_normal((1, 6, SIZE.hidden)).astype(np.float32)
+    for width in (3, 6):
+        whole, spoilt = rows[:, :width], rows[:, :width].copy()
+        spoilt[:, -1] = np.nan
+        found, wanted = (case.model.passes([(values, np.arange(width)[None])])[0] for values in (spoilt, whole))
+        np.testing.assert_array_equal(found[:, :-1], wanted[:, :-1])
+
+
 @pytest.mark.parametrize(("verify_size", "mode"), WINDOWS)
 def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> None:
     for number in range(3):
@@ -210,8 +219,8 @@ def test_a_block_without_rows_may_be_late(case_of_host: Case, verify_size: int, 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "groups", "threads"),
-    [(3, 3, 96, 33, 128), (4, 1, 128, 21, 256), (2, 1, 64, 2, 256)],
-    ids=["a query a key, 33 depths", "four queries a key, two teams", "one depth"],
+    [(3, 3, 96, 33, 128), (2, 1, 64, 32, 256), (4, 1, 128, 21, 256), (2, 2, 64, 3, 256), (2, 1, 64, 2, 256)],
+    ids=["a query a key, 33 depths", "32 depths", "four queries a key, two teams", "two depths", "one depth"],
 )
 def test_other_shapes(
     tmp_path: Path, make_kernels: Any, heads: int, kv_heads: int, head_dim: int, groups: int, threads: int
@@ -237,6 +246,12 @@ def test_other_shapes(
     for drafts in (2, 7) if groups > 2 else ():
         found = case.model.frame(hidden, code0, draws, drafts=drafts, coupled=True)
         np.testing.assert_array_equal(found.codes, plain.codes)
+        found = case.model.frame(hidden, code0, draws, drafts=drafts)
+        wanted = case.host.decode_frame(
+            hidden, code0, params=PARAMS[:2], seeds=[21, 22], frames=3, verify_size=drafts + 1
+        )
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+        assert found.rounds == wanted.rounds
 
 
 def test_few_blocks_take_a_matrix_in_slabs(engine: Path, make_kernels: Any) -> None:

@@ -44,7 +44,7 @@ _SELECT_BYTES = 12288
 CHUNK_BYTES = 4096
 IN_FLIGHT, IN_FLIGHT_WIDE = 6, 4
 """Chunks of a block that are on their way at a time: enough for the bandwidth of memory, and no more, for what queues
-there stands before the activations. Of these a pass of more than 4 columns has many, and waits for them longest."""
+there stands before the activations. Of these passes of more than 4 columns have many, and wait for them longest."""
 HELPERS = 128
 """Threads of a block that add up and stream."""
 MAX_COPIES = 8
@@ -335,8 +335,10 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
     # Words of 4 bytes a value, then pairs of 8: see Exchange in the kernel.
     words = (plan.spec.talker_hidden_size if plan.projected else 0) + 2 * d.hidden_size + heads + d.intermediate_size
     attended = d.num_hidden_layers * (heads + 2 * d.num_key_value_heads * d.head_dim)
-    pairs = d.hidden_size + d.hidden_size // 4 + attended + 2 * d.vocab_size
-    pieces = columns * (words // 4 + pairs // 2) + plan.max_batch // 2 + 1
+    pairs = d.hidden_size + d.hidden_size // 4 + attended + (drafts + 1) * d.vocab_size
+    boards = plan.max_batch // 2 + 1 + plan.max_batch * MAX_VERIFY_SIZE // 2
+    pieces = columns * (words // 4 + pairs // 2) + boards
+    candidates = 2 * columns * max(drafts, 1)
     cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups)
     return {
         "exchange": ((pieces, 4), np.uint32),
@@ -344,9 +346,9 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
         "keys": ((*cache, d.head_dim + _KEY_PADDING), np.float32),
         "values": ((*cache, d.head_dim), np.float32),
         "laws": ((columns, d.vocab_size), np.float32),
-        "draft_laws": ((columns, d.vocab_size), np.float32),
+        "draft_laws": ((candidates, d.vocab_size), np.float32),
         "picks": ((columns,), np.int32),
-        "drafts": ((columns,), np.int32),
+        "drafts": ((candidates,), np.int32),
         "last": ((batch,), np.int32),
         "states": ((batch,), np.int32),
         "counter": ((2,), np.uint32),
