@@ -149,10 +149,9 @@ struct Part {
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
 // stored something that the writer has waited for. So a reader finds the use before, or its own; in a column that no pass
 // had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Who stores nothing that is waited for may be
-// late: a block that keeps keys and values and has no query of its own, one that applies heads to other columns than are
-// picked from, one that picks drafts that are not taken. So with drafts column 0 of the next pass, of which there is one
-// in every tile, waits until all blocks have come to the end of the round; what the late ones read in it is written behind
-// that column. Without drafts all have queries, and all that is picked enters the next pass.
+// late: a block that keeps keys and values and has no query of its own, one that picks drafts that are not taken. So with
+// drafts all that enters the next pass waits until those who multiply have come to the end of the round in all blocks; those
+// who add store only what is picked before that end. Without drafts all have queries, and all that is picked enters.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
@@ -1295,7 +1294,7 @@ __device__ __forceinline__ void wait_for_all(Block& block) {
 }
 
 // All threads of a block: picks the code of one entry, whose noise has been made. A target without drafts, or of the prefill,
-// is committed and enters the next pass; so do the drafts behind the prefill, of which none but these are made.
+// is committed and enters the next pass; the drafts behind the prefill, of which it is known that they follow, enter it too.
 __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int entry) {
   const int column = made.column(entry), behind = made.behind(entry), depth = depth_of(same(block.position[column]), behind);
   if (depth <= 0) return;  // there is no such entry
@@ -1430,7 +1429,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
-  // instructions stay where they are fetched from. Attention keeps away from them where there are blocks enough.
+  // instructions stay where they are fetched from. Attention keeps away from those of the targets where there are blocks enough.
   const int desk = CTAS - 1 - int(blockIdx.x);
   if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
