@@ -248,8 +248,8 @@ class FusedPlan:
             products = self.products
         except EngineError as error:
             return str(error)
-        # Those who add the prefill's last heads may be late, and an earlier row's pass could overwrite the norms that they
-        # wait for, if the blocks that store them did not need every row's codes for q, k and v first.
+        # Those who add the prefill's last heads may be late, and an earlier row's pass could overwrite the norms that
+        # they wait for, if the blocks that store them did not need every row's codes for q, k and v first.
         if self.max_batch > 1 and products["o"].busy_blocks > products["qkv"].busy_blocks:
             return (
                 f"o_proj has rows for {products['o'].busy_blocks} blocks and q, k and v together for "
