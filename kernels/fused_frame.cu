@@ -233,6 +233,9 @@ struct Uses {
 // stands around passes and picks hangs on kernel arguments or on this, and no lane waits alone.
 __device__ __forceinline__ int same(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
+// The place of a block where picks and attention are dealt out: from the last block on.
+__device__ __forceinline__ int this_desk() { return CTAS - 1 - int(blockIdx.x); }
+
 struct Block {
   Model model;
   Exchange exchange;
@@ -1065,7 +1068,7 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
 __device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int width) {
   const float* const gains = block.head_norm + layer * 2 * HEAD_DIM;
   const u32 use = stream.uses.layer;
-  const int copies = same(block.copies), tasks = same(block.batch) * KV_HEADS * copies, first = CTAS - 1 - int(blockIdx.x) - same(block.desks);
+  const int copies = same(block.copies), tasks = same(block.batch) * KV_HEADS * copies, first = this_desk() - same(block.desks);
 #pragma unroll 1
   for (int index = first < 0 ? first + CTAS : first; index < tasks; index += CTAS) {
     __syncwarp();
@@ -1257,7 +1260,7 @@ __device__ __noinline__ void accept_entry(Block& block, int row, const Candidate
   __syncthreads();
   const Candidates before = {made.batch, round == 1 ? 2 : made.width, drafts, round - 1};
   const int verified = before.first_draft(row * before.width + block.state[row]) - row * drafts;  // accept_row adds that
-  accept_part::accept_row(block.scratch.accept, row, m.drafts + verified, m.draft_laws + (long long)(verified) * V, m.picks, m.laws, m.requests, m.last, m.codes,
+  accept_part::accept_row(block.scratch.accept, row, m.drafts + verified, m.draft_laws + u64(verified) * V, m.picks, m.laws, m.requests, m.last, m.codes,
                           m.states, m.rounds, m.history, drafts, block.coupled);
   __syncthreads();
   const int state = m.states[row];
@@ -1369,7 +1372,7 @@ __device__ __forceinline__ u32 set_of_heads(const Block& block, int columns, int
 // All who multiply: the drafts of the last round that go on enter this pass.
 __device__ __forceinline__ void enter_drafts(Block& block, const Uses& uses, int columns, int width, int round) {
 #pragma unroll 1
-  for (int column = CTAS - 1 - int(blockIdx.x); column < columns; column += CTAS) {
+  for (int column = this_desk(); column < columns; column += CTAS) {
     __syncthreads();  // as for picks
     const int row = column / width, behind = column % width, position = same(block.position[column]);
     if (behind > 0 && position >= 0) {
@@ -1391,7 +1394,7 @@ __device__ __forceinline__ void make_noise_of(Block& block, const Candidates& ma
 
 // All who multiply or add: the heads of a set, and what is picked.
 __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, const Candidates made) {
-  const int desk = CTAS - 1 - int(blockIdx.x);
+  const int desk = this_desk();
   // Who has no rows of the heads makes the noise meanwhile.
   const bool early = !Head::mine(0) && !stream.adds();
   if (early && desk < made.all()) make_noise_of(block, made, desk);
@@ -1415,7 +1418,7 @@ __device__ __forceinline__ void settle(Block& block, const Stream& stream, const
   // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
   __syncthreads();
   if (threadIdx.x == 0) end_round(block);
-  const int desk = CTAS - 1 - int(blockIdx.x);
+  const int desk = this_desk();
   if (desk >= same(block.batch) || same(block.last[desk]) >= G - 1) return;
   wait_for_all(block);
   accept_entry(block, desk, made);
@@ -1430,7 +1433,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   const Model& model = block.model;
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
   // instructions stay where they are fetched from. Attention keeps away from those of the targets where there are blocks enough.
-  const int desk = CTAS - 1 - int(blockIdx.x);
+  const int desk = this_desk();
   if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
   Stream stream{block, memory + BLOCK_BYTES, u32(same(warp_id()))};
