@@ -559,7 +559,7 @@ class _PassMemory:
     def __init__(self, model: FusedModel, batch: int) -> None:
         device, width = model.device, model.plan.spec.decoder.hidden_size
         self._model, self._batch = model, batch
-        self.work = model.work(batch, MAX_VERIFY_SIZE - 1)
+        self.work = model.work(batch, 0)  # passes of any width pick nothing
         self._table = model.table(self.work, {})
         self._rows = device.empty((batch, MAX_VERIFY_SIZE, width), np.float32)
         self._positions = device.empty((batch, MAX_VERIFY_SIZE), np.int32)

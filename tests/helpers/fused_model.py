@@ -31,7 +31,7 @@ class FusedModel:
         cache: dict[str, Array] = {}
         for rows, positions in steps:
             batch, width = positions.shape
-            arrays = self._work(batch, width - 1) | cache
+            arrays = self._work(batch, 0) | cache
             arrays |= {"rows_in": rows.astype(np.float32), "at": positions.astype(np.int32)}
             arrays["states_out"] = np.full(rows.shape, np.nan, np.float32)
             arguments = ("rows_in", "at", "states_out", np.int32(batch), np.int32(width))
