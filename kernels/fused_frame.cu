@@ -156,7 +156,7 @@ struct Part {
 // that have. Uses are counted from 1, and the kernel begins by clearing.
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
-  uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // [columns, HT | H | H | Q_WIDTH | INTER], / 4
+  uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // of HT | H | H | Q_WIDTH | INTER values, see words_of
   uint4 *inputs, *input_squares, *hidden_squares;                           // [columns, H | H / 8 | H / 8], / 2
   uint4 *attended_by_layer, *all_logits;                                    // [LAYERS, columns, QKV / 2], [columns, W, V / 2]
   uint2 *board, *draft_codes;                                               // [MAX_BATCH]: last and state of a row; [MAX_BATCH, MAX_WIDTH]
@@ -166,12 +166,19 @@ struct Exchange {
   __device__ __forceinline__ uint4* logits(int entry) const { return all_logits + entry * (V / 2); }
 };
 
+// Where the words of a column stand, those from value `index` on, a multiple of 4. The columns of a tile stand together, so
+// that what a warp loads at once for a product is 512 bytes: [tile, unit of 32, half of a lane's 8 values, column, quarter].
+template <int WIDTH>
+__device__ __forceinline__ uint4* words_of(uint4* all, int column, int index) {
+  return all + column / TILE * (TILE * WIDTH / 4) + ((index / 32 * 2 + index / 4 % 2) * TILE + column % TILE) * 4 + index / 8 % 4;
+}
+
 // `picks`: of a column, its target's and those of the drafts behind it.
 __device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns, int picks) {
   uint4* const start = at;
   const auto take = [&](int width) { uint4* const here = at; at += columns * width; return here; };
-  e.embeds = take(HAS_PROJECTION ? HT / 4 : 0), e.input_words = take(H / 4), e.hidden_words = take(H / 4);
-  e.mixed = take(Q_WIDTH / 4), e.activated = take(INTER / 4);
+  const auto words = [&](int width) { uint4* const here = at; at += (columns + TILE - 1) / TILE * TILE * width / 4; return here; };
+  e.embeds = words(HAS_PROJECTION ? HT : 0), e.input_words = words(H), e.hidden_words = words(H), e.mixed = words(Q_WIDTH), e.activated = words(INTER);
   e.inputs = take(H / 2), e.input_squares = take(H / 16), e.hidden_squares = take(H / 16);
   e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.all_logits = take(picks * (V / 2));
   e.board = reinterpret_cast<uint2*>(at), at += MAX_BATCH / 2 + 1;
@@ -494,13 +501,13 @@ __device__ __forceinline__ float4 four_at(const float* from) { return *reinterpr
 __device__ __forceinline__ float4 constant_four(const float* from) { return __ldg(reinterpret_cast<const float4*>(from)); }
 __device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + expf(-gate)) * up; }
 
-// Two lanes, `apart`, with four neighbouring values each: stores a row's words and its sum of eight squares. `out` is the
-// first of the four.
+// Two lanes, `apart`, with four neighbouring values each, from `out` on: stores their words, and of a row the sum of eight
+// squares.
 __device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* squares, u32 use, int out, float4 value, float4 gain, bool valid, int apart) {
   float eight = sum_of_squares(value);
   eight += __shfl_xor_sync(ALL_LANES, eight, apart);
   if (!valid) return;
-  tag.store(words + out / 4, split_four(product(value, gain)));
+  tag.store(words, split_four(product(value, gain)));
   if (out % 8 == 0) store_single(squares, out / 8, eight, use);
 }
 
@@ -511,8 +518,8 @@ __device__ __forceinline__ int computed_here(int value) {
 }
 
 // What a product is made of, for those who multiply and those who add:
-// Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; const uint4* row(int column): where its
-//        IN split values will be; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
+// Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; uint4* words(): where the split values of
+//        all columns will be, IN of each; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
 //        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
 //        store(const Place&, float4 sums, bool valid, int apart), all lanes: the next four are `apart` lanes away. The
 //        result of a paired matrix is silu(first) times second.
@@ -531,7 +538,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   named_sync(empty(stream.turn), TEAM);  // long since, but here nobody waits for it
   // Lanes of a column that there is not take another one's values: their sums go nowhere.
   const int source = wanted >> spot & 1 ? spot : __ffs(wanted) - 1;
-  const uint4* const row = task.row(tile * TILE + source) + (warp * SLICE + quarter * 8) / 4;
+  const uint4* const row = words_of<P::IN>(task.words(), tile * TILE + source, warp * SLICE + quarter * 8);
   const Share<P> weights = stream.wait<P>(lane);
   uint4 held[EARLY ? EARLY * P::GROUPS : 1];
 #pragma unroll
@@ -544,7 +551,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   // columns, whose words are many, one warp looks for some of a row, and the others wait for it.
   if (__popc(wanted) > TILE / 2) {
     if (warp == 0) {
-      const uint4* const first = task.row(tile * TILE + __ffs(wanted) - 1) + lane_id() % 8 * (P::IN / 4) / 8;
+      const uint4* const first = words_of<P::IN>(task.words(), tile * TILE + __ffs(wanted) - 1, lane_id() % 8 * (P::IN / 8));
       while (__any_sync(ALL_LANES, tag.stale(load_whole(first)))) poll_again(polls);
     }
     __syncthreads();
@@ -554,7 +561,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   for (;;) {
     u32 missing = 0;
 #pragma unroll
-    for (int i = 0; i < P::UNITS * 2; i++) words[i] = EVEN || i / 2 < units ? load_whole(row + i / 2 * 8 + i % 2) : tag.blank();
+    for (int i = 0; i < P::UNITS * 2; i++) words[i] = EVEN || i / 2 < units ? load_whole(row + i * (TILE * 4)) : tag.blank();
 #pragma unroll
     for (int i = 0; i < P::UNITS * 2; i++) missing |= tag.difference(words[i]);
     if (!__any_sync(ALL_LANES, missing & WordTag::BITS)) break;
@@ -712,10 +719,10 @@ struct StateTask : Columns<false> {
 
 struct ProjectTask : StateTask {
   __device__ __forceinline__ WordTag tag() const { return WordTag(uses.pass); }
-  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.embeds + column * (HT / 4); }
+  __device__ __forceinline__ uint4* words() const { return block.exchange.embeds; }
   __device__ __forceinline__ Place place(int column, int out) const {
     const Exchange& e = block.exchange;
-    return {block.model.hidden + column * H + out, e.input_words + column * (H / 4), e.input_squares + column * (H / 16), out, constant_four(block.model.bias + out), constant_four(gain + out)};
+    return {block.model.hidden + column * H + out, words_of<H>(e.input_words, column, out), e.input_squares + column * (H / 16), out, constant_four(block.model.bias + out), constant_four(gain + out)};
   }
 };
 
@@ -732,20 +739,20 @@ struct HiddenTask : StateTask {
     } else {
       before = four_at(state);
     }
-    return {state, e.hidden_words + column * (H / 4), e.hidden_squares + column * (H / 16), out, before, constant_four(gain + out)};
+    return {state, words_of<H>(e.hidden_words, column, out), e.hidden_squares + column * (H / 16), out, before, constant_four(gain + out)};
   }
 };
 
 struct OutTask : HiddenTask {
   bool entered;
   __device__ __forceinline__ WordTag tag() const { return WordTag(uses.layer); }
-  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.mixed + column * (Q_WIDTH / 4); }
+  __device__ __forceinline__ uint4* words() const { return block.exchange.mixed; }
   __device__ __forceinline__ Place place(int column, int out) const { return place_behind(column, out, entered); }
 };
 
 struct DownTask : HiddenTask {
   __device__ __forceinline__ WordTag tag() const { return WordTag(uses.layer); }
-  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.activated + column * (INTER / 4); }
+  __device__ __forceinline__ uint4* words() const { return block.exchange.activated; }
   __device__ __forceinline__ Place place(int column, int out) const { return place_behind(column, out, false); }
 };
 
@@ -763,9 +770,7 @@ struct QkvTask : Columns<true> {
   using Place = FloatPlace;
   __device__ __forceinline__ u32 use() const { return entered ? uses.pass : uses.inner() - 1; }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
-  __device__ __forceinline__ const uint4* row(int column) const {
-    return (entered ? block.exchange.input_words : block.exchange.hidden_words) + column * (H / 4);
-  }
+  __device__ __forceinline__ uint4* words() const { return entered ? block.exchange.input_words : block.exchange.hidden_words; }
   __device__ __forceinline__ const uint4* squares(int column) const {
     return (entered ? block.exchange.input_squares : block.exchange.hidden_squares) + column * (H / 16);
   }
@@ -781,9 +786,9 @@ struct GateUpTask : Columns<true> {
   };
   __device__ __forceinline__ u32 use() const { return uses.inner(); }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
-  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.hidden_words + column * (H / 4); }
+  __device__ __forceinline__ uint4* words() const { return block.exchange.hidden_words; }
   __device__ __forceinline__ const uint4* squares(int column) const { return block.exchange.hidden_squares + column * (H / 16); }
-  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.activated + column * (INTER / 4) + out / 4}; }
+  __device__ __forceinline__ Place place(int column, int out) const { return {words_of<INTER>(block.exchange.activated, column, out)}; }
   __device__ __forceinline__ void store(const Place& place, float4 products, bool valid, int) const {
     if (valid) WordTag(uses.layer).store(place.words, split_four(products));
   }
@@ -802,7 +807,7 @@ struct HeadTask : Columns<true> {
   using Place = FloatPlace;
   __device__ __forceinline__ u32 use() const { return uses.outer(); }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
-  __device__ __forceinline__ const uint4* row(int column) const { return block.exchange.hidden_words + column * (H / 4); }
+  __device__ __forceinline__ uint4* words() const { return block.exchange.hidden_words; }
   __device__ __forceinline__ const uint4* squares(int column) const { return block.exchange.hidden_squares + column * (H / 16); }
   __device__ __forceinline__ u32 wanted(int tile) const {
     const int column = tile * TILE + (lane_id() & (TILE - 1)), position = column < columns ? block.position[column] : -1, behind = head + 1 - position;
@@ -955,11 +960,11 @@ struct Shares {
 };
 
 // Four warps, a thread a channel: stores what a query mixed. Four lanes, a value each, make a piece.
-__device__ __forceinline__ void store_mixed(uint4* to, WordTag tag, const Shares& shares, const float (&mixed)[2]) {
+__device__ __forceinline__ void store_mixed(uint4* all, int column, int head, WordTag tag, const Shares& shares, const float (&mixed)[2]) {
   const int thread = threadIdx.x % 128;
   const float a = __fdividef(mixed[0] + mixed[1], shares.total), b = __shfl_xor_sync(ALL_LANES, a, 1);
   const float c = __shfl_xor_sync(ALL_LANES, a, 2), d = __shfl_xor_sync(ALL_LANES, b, 2);
-  if (thread < HEAD_DIM && thread % 4 == 0) tag.store(to + thread / 4, split_four(make_float4(a, b, c, d)));
+  if (thread < HEAD_DIM && thread % 4 == 0) tag.store(words_of<Q_WIDTH>(all, column, head * HEAD_DIM + thread), split_four(make_float4(a, b, c, d)));
 }
 
 // A team of four warps, for up to MOST positions of a row: without shared memory but for the scores, and with few
@@ -1054,7 +1059,7 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
       const float share = __shfl_sync(ALL_LANES, G > 32 && p >= 32 ? shares.high : shares.low, p & 31);
       mixed[j % 2] = fmaf(share, p <= last ? __uint_as_float(due_value[j].x) : 0, mixed[j % 2]);
     }
-    store_mixed(block.exchange.mixed + (task.column + place) * (Q_WIDTH / 4) + task.head(query) * HEAD_DIM / 4, WordTag(use), shares, mixed);
+    store_mixed(block.exchange.mixed, task.column + place, task.head(query), WordTag(use), shares, mixed);
     query += T::TEAMS;
     if (query >= queries) break;
     for (u32 polls = 0;; poll_again(polls)) {
@@ -1164,7 +1169,7 @@ __device__ __forceinline__ void enter_decoder(Block& block, u32 pass, int column
     const int i = start + lane_id() * 4;
     const bool valid = i < H;
     const float4 zero = make_float4(0, 0, 0, 0), gain = valid ? constant_four(block.model.input_norm + i) : zero, value = valid ? four_of(i) : zero;
-    store_state(e.input_words + column * (H / 4), WordTag(pass), e.input_squares + column * (H / 16), pass, i, value, gain, valid, 1);
+    store_state(words_of<H>(e.input_words, column, i), WordTag(pass), e.input_squares + column * (H / 16), pass, i, value, gain, valid, 1);
     if (!valid) continue;
     uint4* const pairs = e.inputs + column * (H / 2) + i / 2;
     store_pair(pairs, value.x, value.y, pass), store_pair(pairs + 1, value.z, value.w, pass);
@@ -1175,7 +1180,7 @@ __device__ __forceinline__ void enter_decoder(Block& block, u32 pass, int column
 template <class Values>
 __device__ __forceinline__ void enter(Block& block, u32 pass, int column, const Values& four_of) {
   if (HAS_PROJECTION) {
-    for (int i = threadIdx.x * 4; i < HT; i += THREADS * 4) WordTag(pass).store(block.exchange.embeds + column * (HT / 4) + i / 4, split_four(four_of(i)));
+    for (int i = threadIdx.x * 4; i < HT; i += THREADS * 4) WordTag(pass).store(words_of<HT>(block.exchange.embeds, column, i), split_four(four_of(i)));
   } else {
     enter_decoder(block, pass, column, four_of);
   }
