@@ -118,6 +118,12 @@ __device__ __forceinline__ u32 pick_residual(Pick& s, ExactScore exact_score, bo
   return warp_id() == 0 ? pick_settle(s, exact_score) : 0;
 }
 
+// All threads: a draw from what the target law has beyond the draft law, which has been listed; the first warp gets it.
+__device__ __forceinline__ u32 draw_excess(Pick& pick, const Excess& excess, const ExactScore& exact_score) {
+  if (excess.listed == 0 || excess.listed > LISTED) return pick_residual(pick, exact_score, excess.listed != 0);
+  return warp_id() == 0 ? pick_listed(pick, excess, exact_score) : 0;
+}
+
 // All threads of a block: one row of the batch. One warp writes; a barrier follows before anyone reads that, or uses `s`
 // again.
 __device__ __forceinline__ void accept_row(Shared& s, int row, const int* drafts, const float* draft_laws,
@@ -164,11 +170,7 @@ __device__ __forceinline__ void accept_row(Shared& s, int row, const int* drafts
       list_excess(excess, laws[0]);
       __syncthreads();
     }
-    if (excess.listed == 0 || excess.listed > LISTED) {
-      next = pick_residual(s.pick, exact_score, excess.listed != 0);
-    } else if (warp_id() == 0) {
-      next = pick_listed(s.pick, excess, exact_score);
-    }
+    next = draw_excess(s.pick, excess, exact_score);
   }
   if (warp_id() != 0) return;
 

@@ -41,6 +41,11 @@ enum Use { USE_TARGET = 0, USE_DRAFT = 1, USE_ACCEPT = 2, USE_RESIDUAL = 3 };
 __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x >> 5; }
 
+// A value that is the same in all lanes, so that the compiler knows it. Where a lane may have gone another way, for all that
+// it knows, it moves no instruction past a shuffle or a vote (BRA.DIV in SASS), and each waits for the one before. So what
+// stands around passes and picks hangs on kernel arguments or on this, and no lane waits alone.
+__device__ __forceinline__ int same(int value) { return __shfl_sync(ALL_LANES, value, 0); }
+
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u32 warp_max(u32 value) { return __reduce_max_sync(ALL_LANES, value); }
 __device__ __forceinline__ u32 warp_min(u32 value) { return __reduce_min_sync(ALL_LANES, value); }
@@ -215,12 +220,11 @@ __device__ __forceinline__ void pick_contend(Pick& s, u32 code) {
   if (slot < 32) s.code[slot] = code;
 }
 
-// Step 4, one warp: the code whose exact score is best, ties to the lower one.
+// Step 4, one warp: the code whose exact score is best, ties to the lower one. There is seldom more than one, and what is
+// seldom run is not put in line, where other instructions would have to be fetched around it.
 template <class Exact>
-__device__ __forceinline__ u32 pick_settle(const Pick& s, Exact exact_score) {
-  const u32 count = min(s.contenders, 32u);
-  if (count == 1) return s.code[0];
-  const bool mine = lane_id() < int(count);
+__device__ __noinline__ u32 settle_exactly(const Pick& s, Exact exact_score) {
+  const bool mine = lane_id() < int(min(s.contenders, 32u));
   u32 code = mine ? s.code[lane_id()] : 0xFFFFFFFFu;
   u64 best = mine ? order_key(exact_score(code)) : 0;
   for (int step = 16; step; step >>= 1) {
@@ -229,6 +233,11 @@ __device__ __forceinline__ u32 pick_settle(const Pick& s, Exact exact_score) {
     if (other > best || (other == best && other_code < code)) best = other, code = other_code;
   }
   return code;
+}
+
+template <class Exact>
+__device__ __forceinline__ u32 pick_settle(const Pick& s, Exact exact_score) {
+  return s.contenders == 1 ? s.code[0] : settle_exactly(s, exact_score);
 }
 
 // Steps 2 to 4 at once, for one warp that holds every score, two a lane: no barriers. Each lane gets the code.

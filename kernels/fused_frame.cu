@@ -81,8 +81,7 @@ struct Model {
   const WEIGHT *talker_table, *tables;                      // [*, HT], [G - 1, V, HT]
   uint4* exchange;                                          // see Exchange
   float *hidden, *keys, *values;                            // hidden [B * W, H]: a thread's own rows
-  float *laws, *draft_laws;                                 // [B, W, V], [2, B, W, W - 1, V]: of rounds in turn, see Candidates
-  int *picks, *drafts, *last, *states;
+  float *laws, *draft_laws;                                 // [B, W, V]; [2, B, W - 1, V]: of rounds in turn, see Candidates
   u32* counter;
   const Request* requests;
   const float* talker_hidden;
@@ -104,6 +103,7 @@ struct Product {
   static constexpr int GROUPS = ALL_GROUPS < MOST_GROUPS ? ALL_GROUPS : MOST_GROUPS;
   static constexpr int ROWS = GROUPS * 8;
   static constexpr int SLABS = (OUT + CTAS * ROWS - 1) / (CTAS * ROWS);
+  static constexpr int BUSY = SLABS > 1 ? CTAS : (OUT + ROWS - 1) / ROWS;  // blocks that have rows, the first ones
   static constexpr int UNITS = (IN / 32 + WARPS_A_BLOCK - 1) / WARPS_A_BLOCK;
   static constexpr int UNIT_BYTES = GROUPS * 512;
   static constexpr int WARP_BYTES = UNITS * UNIT_BYTES;
@@ -124,6 +124,9 @@ using Head = Product<H, V>;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int MOST_ROWS = larger(larger(larger(HAS_PROJECTION ? Projection::ROWS : 0, Qkv::ROWS), larger(Out::ROWS, GateUp::ROWS)), larger(Down::ROWS, Head::ROWS));
 constexpr int PADDING = 4;
+// Blocks that have rows of some matrix, the first ones; and who makes the laws of drafts: the others, if there are any.
+constexpr int BUSY = larger(larger(larger(HAS_PROJECTION ? Projection::BUSY : 0, Qkv::BUSY), larger(Out::BUSY, GateUp::BUSY)), larger(Down::BUSY, Head::BUSY));
+constexpr int LAW_DESKS = BUSY < CTAS ? CTAS - BUSY : CTAS;
 constexpr int BODY_PARTS = (HAS_PROJECTION ? Projection::SLABS : 0) + LAYERS * (Qkv::SLABS + Out::SLABS + GateUp::SLABS + Down::SLABS);
 constexpr int RING_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int REGISTERS_FOR_OPERANDS = 96;  // of a thread: for the weights and activations of a product
@@ -154,22 +157,27 @@ struct Part {
 // who add store only what is picked before that end. Without drafts all have queries, and all that is picked enters.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
+// The logits of a thread that picks stand apart, those of a warp together. Where the pair of an even code stands:
+constexpr int CODES_A_THREAD = sizeof(select_sample_part::Row::logit) / sizeof(float), CODE_THREADS = (V + CODES_A_THREAD - 1) / CODES_A_THREAD;
+constexpr int LOGIT_PIECES = CODES_A_THREAD / 2 * CODE_THREADS;
+__device__ __forceinline__ int logit_place(int code) { return code % CODES_A_THREAD / 2 * CODE_THREADS + code / CODES_A_THREAD; }
+
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // of HT | H | H | Q_WIDTH | INTER values, see words_of
   uint4 *inputs, *input_squares, *hidden_squares;                           // [columns, H | H / 8 | H / 8], / 2
-  uint4 *attended_by_layer, *all_logits;                                    // [LAYERS, columns, QKV / 2], [columns, W, V / 2]
-  uint2 *board, *draft_codes;                                               // [MAX_BATCH]: last and state of a row; [MAX_BATCH, MAX_WIDTH]
+  uint4 *attended_by_layer, *all_logits;                                    // [LAYERS, columns, QKV / 2], [1 | 2, columns, W, V / 2]
+  uint2 *decisions, *draft_codes, *draft_shares;                            // [2, MAX_BATCH, MAX_WIDTH]: see Candidates
   u32 pieces;
   int columns;
   __device__ __forceinline__ uint4* attended(int layer, int column) const { return attended_by_layer + (layer * columns + column) * (QKV_WIDTH / 2); }
-  __device__ __forceinline__ uint4* logits(int entry) const { return all_logits + entry * (V / 2); }
+  __device__ __forceinline__ uint4* logits(int entry) const { return all_logits + entry * LOGIT_PIECES; }
 };
 
 // Where the words of a column stand, those from value `index` on, a multiple of 4. The columns of a tile stand together, so
 // that what a warp loads at once for a product is 512 bytes: [tile, unit of 32, half of a lane's 8 values, column, quarter].
 template <int WIDTH>
-__device__ __forceinline__ uint4* words_of(uint4* all, int column, int index) {
+__device__ __forceinline__ uint4* words_of(uint4* all, u32 column, u32 index) {
   return all + column / TILE * (TILE * WIDTH / 4) + ((index / 32 * 2 + index / 4 % 2) * TILE + column % TILE) * 4 + index / 8 % 4;
 }
 
@@ -180,9 +188,9 @@ __device__ __forceinline__ void lay_out(Exchange& e, uint4* at, int columns, int
   const auto words = [&](int width) { uint4* const here = at; at += (columns + TILE - 1) / TILE * TILE * width / 4; return here; };
   e.embeds = words(HAS_PROJECTION ? HT : 0), e.input_words = words(H), e.hidden_words = words(H), e.mixed = words(Q_WIDTH), e.activated = words(INTER);
   e.inputs = take(H / 2), e.input_squares = take(H / 16), e.hidden_squares = take(H / 16);
-  e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.all_logits = take(picks * (V / 2));
-  e.board = reinterpret_cast<uint2*>(at), at += MAX_BATCH / 2 + 1;
-  e.draft_codes = reinterpret_cast<uint2*>(at), at += MAX_BATCH * MAX_WIDTH / 2;
+  e.attended_by_layer = take(LAYERS * (QKV_WIDTH / 2)), e.all_logits = take((picks > 1 ? 2 : 1) * picks * LOGIT_PIECES);
+  const auto rows = [&]() { uint2* const here = reinterpret_cast<uint2*>(at); at += MAX_BATCH * MAX_WIDTH; return here; };
+  e.decisions = rows(), e.draft_codes = rows(), e.draft_shares = rows();
   e.pieces = u32(at - start), e.columns = columns;
 }
 
@@ -235,13 +243,25 @@ struct Uses {
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
 };
 
-// A value that is the same in all lanes, so that the compiler knows it. Where a lane may have gone another way, for all that
-// it knows, it moves no instruction past a shuffle or a vote (BRA.DIV in SASS), and each waits for the one before. So what
-// stands around passes and picks hangs on kernel arguments or on this, and no lane waits alone.
-__device__ __forceinline__ int same(int value) { return __shfl_sync(ALL_LANES, value, 0); }
-
 // The place of a block where picks and attention are dealt out: from the last block on.
 __device__ __forceinline__ int this_desk() { return CTAS - 1 - int(blockIdx.x); }
+
+// Entries of Candidates that a block has at most, and what their codes are marked with: a draft that is not replaced.
+constexpr int MOST_ENTRIES = (MAX_COLUMNS * MAX_WIDTH + CTAS - 1) / CTAS;
+constexpr u32 KEPT = 1 << 16;
+
+// A law of few codes.
+struct ShortLaw {
+  u32 code[64];
+  float share[64];
+  __device__ __forceinline__ float of(u32 wanted) const {
+    float found = 0;
+#pragma unroll 1
+    for (int i = 0; i < 64; i++)
+      if (code[i] == wanted && share[i] >= 0) found = share[i];
+    return found;
+  }
+};
 
 struct Block {
   Model model;
@@ -253,26 +273,33 @@ struct Block {
   alignas(16) u32 used[WARPS_A_BLOCK];  // of each warp: the chunks of the stream that it is done with
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
-  int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the place it came from
+  int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the column it was picked from
   Request request[MAX_BATCH];
-  int pick;
+  u32 pick, told;     // a code, and what was told of a draft
+  u32 draft, word;    // the code that is being decided on, by this random word,
+  float draft_share;  // and its probability where it was picked
+  ShortLaw short_law;  // what replaces it is among these
+  u32 picked[MOST_ENTRIES];  // of this block's entries in turn: the code, and KEPT
+  int first_to_go;
   int finished;
   // Of the launch: rows of the batch, columns of a row in a round, whether drafts are coupled, and who keeps keys and
   // values: how many blocks the same ones, which are those before the last `desks`.
   int batch, full, coupled, copies, desks;
-  u32 target, rounds_ended;  // of the two barriers
+  u32 target, rounds_ended, rounds_waited;  // of the two barriers; and of how many rounds the end has been waited for
   u64 arrival[CHUNKS];
   float head_norm[LAYERS * 2 * HEAD_DIM], rotary[G * HEAD_DIM];
   Sums sums[2];  // in turn
   float scores[2][WARPS_A_BLOCK / 4][64];  // of a team's queries, in turn
   union Scratch {
     __device__ Scratch() {}
-    struct {
-      select_sample_part::Shared shared;
-      select_sample_part::Noise noise;
-    } select;
+    select_sample_part::Shared select;
     accept_part::Shared accept;
   } scratch;
+  union Prepared {  // for a pick; for a decision
+    __device__ Prepared() {}
+    select_sample_part::Noise noise;
+    float draft_law[V];
+  } prepared;
 };
 
 // ------------------------------------------------------------------------------------------------------------- streams
@@ -445,8 +472,9 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
 }
 
 // Barriers of a block: of those who multiply (__syncthreads), of them and those who add, two for each of the sums, whether
-// it is full, and whether it is empty, of those who add (7), and of each team that attends.
-constexpr int FIRST_OF_TEAMS = 8;
+// it is full, and whether it is empty, of those who add (7), of each team that attends, and of the end of a round.
+constexpr int FIRST_OF_TEAMS = 8, END_OF_ROUND = 15;
+static_assert(FIRST_OF_TEAMS + WARPS_A_BLOCK / 4 <= END_OF_ROUND, "barriers");
 constexpr int TEAM = THREADS + ADDERS * 32;
 __device__ __forceinline__ void sync_team() { named_sync(2, TEAM); }
 __device__ __forceinline__ int full(int turn) { return 3 + turn; }
@@ -759,8 +787,8 @@ struct DownTask : HiddenTask {
 // Four floats for others, as pairs.
 struct FloatPlace {
   uint4* pairs;
-  __device__ __forceinline__ void store(float4 four, u32 use) const {
-    store_pair(pairs, four.x, four.y, use), store_pair(pairs + 1, four.z, four.w, use);
+  __device__ __forceinline__ void store(float4 four, u32 use, int apart) const {
+    store_pair(pairs, four.x, four.y, use), store_pair(pairs + apart, four.z, four.w, use);
   }
 };
 
@@ -776,7 +804,7 @@ struct QkvTask : Columns<true> {
   }
   __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.attended(layer, column) + out / 2}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
-    if (valid) place.store(sums, uses.layer);
+    if (valid) place.store(sums, uses.layer, 1);
   }
 };
 
@@ -803,7 +831,7 @@ __device__ __forceinline__ int depth_of(int position, int behind) {
 
 // One head, for the columns that want it: as that of their target, or of a draft.
 struct HeadTask : Columns<true> {
-  int head, columns, picks;
+  int head, columns, picks, first;  // the place of the first logits
   using Place = FloatPlace;
   __device__ __forceinline__ u32 use() const { return uses.outer(); }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
@@ -813,9 +841,9 @@ struct HeadTask : Columns<true> {
     const int column = tile * TILE + (lane_id() & (TILE - 1)), position = column < columns ? block.position[column] : -1, behind = head + 1 - position;
     return __ballot_sync(ALL_LANES, lane_id() < TILE && behind >= 0 && behind < picks && depth_of(position, behind));
   }
-  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.logits(column * picks + head + 1 - block.position[column]) + out / 2}; }
+  __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.logits(first + column * picks + head + 1 - block.position[column]) + logit_place(out)}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
-    if (valid) place.store(sums, uses.heads);
+    if (valid) place.store(sums, uses.heads, CODE_THREADS);
   }
 };
 
@@ -1108,11 +1136,11 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
 }
 
 // All threads of the grid: the heads of a set, for the columns that want them, of each of which `picks` codes are picked.
-__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int columns, int picks) {
+__device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int columns, int picks, int first) {
   stream.uses.heads++;
 #pragma unroll 1
   for (; heads; heads &= heads - 1)
-    multiply<Head>(block, stream, (columns + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, columns, picks});
+    multiply<Head>(block, stream, (columns + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, columns, picks, first});
 }
 
 // Whole warps: the position of column i.
@@ -1135,7 +1163,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   for (int i = threadIdx.x; i < CHUNKS; i += ALL) arrival_init(&block.arrival[i], BULK_COPIES ? 1 : 32);
   arrivals_ready();
   if (threadIdx.x == 0) {
-    block.target = block.rounds_ended = block.pushed = block.taken = 0;
+    block.target = block.rounds_ended = block.rounds_waited = block.pushed = block.taken = 0;
     block.batch = batch, block.full = full;
     block.copies = max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1);
     list_body(block, projected);
@@ -1212,7 +1240,7 @@ struct DueLogits {
 #pragma unroll
       for (int i = 0; i < N / 2; i++) {
         const int code = threadIdx.x * N + i * 2;
-        pair[i] = code < V ? load_whole(row + code / 2) : make_uint4(__float_as_uint(MINUS_INFINITY), use, __float_as_uint(MINUS_INFINITY), use);
+        pair[i] = code < V ? load_whole(row + logit_place(code)) : make_uint4(__float_as_uint(MINUS_INFINITY), use, __float_as_uint(MINUS_INFINITY), use);
         missing |= stale(pair[i], use);
       }
       if (!missing) break;
@@ -1223,138 +1251,384 @@ struct DueLogits {
     for (int i = 0; i < N; i++) values[i] = __uint_as_float(i % 2 ? pair[i / 2].z : pair[i / 2].x);
   }
   __device__ __forceinline__ float operator[](u32 code) const {
-    const uint4 pair = load_whole(row + code / 2);
+    const uint4 pair = load_whole(row + logit_place(code & ~1u));
     return __uint_as_float(code % 2 ? pair.z : pair.x);
   }
 };
 
 // The codes that are picked from the states of a pass: the target of each column, and behind them of each the drafts that
 // would follow if it were the last to stay. So they are there when that is known, and their heads are applied but once.
+//
+// A target with a draft behind it decides on that draft, alone: whether it is kept, and what replaces it if not. The first
+// column whose draft goes, or that has none, is the one from which the row goes on; whoever has to do with that finds it out
+// from the decisions of the columns before: the target commits its code, or the draft, and it and the drafts behind that
+// column enter the next pass. Only then, while it runs, are the laws made that those drafts were picked from.
+//
+// What is told of a round lies in pieces that take turns with those of the next one, as its logits do: they are written again
+// two rounds later, and by then all blocks have come to the end of the round between.
 struct Candidates {
   int batch, width, drafts, round;
   __device__ __forceinline__ int columns() const { return batch * width; }
   __device__ __forceinline__ int all() const { return columns() * (drafts + 1); }
   __device__ __forceinline__ int column(int entry) const { return entry < columns() ? entry : (entry - columns()) / drafts; }
   __device__ __forceinline__ int behind(int entry) const { return entry < columns() ? 0 : 1 + (entry - columns()) % drafts; }
-  // Where drafts and their laws are kept until the next round has verified them.
-  __device__ __forceinline__ int first_draft(int column) const { return ((round & 1) * batch * (drafts + 1) + column) * drafts; }
+  __device__ __forceinline__ int turn() const { return drafts ? round & 1 : 0; }
+  __device__ __forceinline__ u32 tag() const { return u32(round) + 1; }
+  __device__ __forceinline__ int piece(int row, int offset) const { return ((round & 1) * MAX_BATCH + row) * MAX_WIDTH + offset; }
+  // Of the column from which the row goes on.
+  __device__ __forceinline__ u64 draft_law(int row, int behind) const { return u64((turn() * batch + row) * drafts + behind - 1) * V; }
+  __device__ __forceinline__ int first_logits() const { return turn() * batch * max(drafts + 1, 2) * (drafts + 1); }
 };
 
-// All threads: the noise of a pick, which depends on no logits.
-__device__ __noinline__ void make_noise(Block& block, int row, int depth, int use) {
-  if (depth <= 0) return;  // there is no such entry
-  __syncthreads();         // whoever used this memory before
-  select_sample_part::store_noise(block.scratch.select.noise, block.request[row], depth, use);
-}
+// The drafts of a round behind the code of depth `last`.
+__device__ __forceinline__ int proposed(int last, int drafts) { return min(drafts, G - 2 - last); }
 
-// The code stands in `block.pick`.
-__device__ __noinline__ void select_entry(Block& block, DueLogits logits, int row, int depth, int use, float* law) {
-  const Request request = block.request[row];
-  __syncthreads();  // whoever used this memory before
-  select_sample_part::select_row(block.scratch.select.shared, logits, request, depth, G - 1, use, law, &block.pick, 0, block.model.errors, row);
+// One of them.
+struct Entry {
+  int row, offset, column, behind, depth;  // depth 0: there is none
+  bool checks;                             // there is a draft behind this target
+  __device__ __forceinline__ Entry(const Block& block, const Candidates& made, int index) : column(made.column(index)), behind(made.behind(index)) {
+    row = column / made.width, offset = column % made.width, depth = depth_of(same(block.position[column]), behind);
+    checks = made.round > 0 && behind == 0 && offset < proposed(same(block.last[row]), made.drafts);
+  }
+  // What the noise of the pick is for.
+  __device__ __forceinline__ int use(const Block& block) const { return behind == 0 || block.coupled ? USE_TARGET : USE_DRAFT; }
+  __device__ __forceinline__ bool decides(const Block& block) const { return checks && !block.coupled; }
+};
+
+// All threads: waits for what was told of one draft of the round before, and what its law is; its value.
+__device__ __forceinline__ u32 told(Block& block, const uint2* piece, u32 tag) {
   __syncthreads();
-  __syncwarp();
-}
-
-// All threads of a block: accepts drafts of one row in a round, and tells all blocks where the row stands and what it goes on
-// with.
-__device__ __noinline__ void accept_entry(Block& block, int row, const Candidates made) {
-  const Model& m = block.model;
-  const int drafts = made.drafts, round = made.round;
-  if (threadIdx.x == 0) m.last[row] = block.last[row], m.rounds[row] = round - 1;
-  __syncthreads();
-  const Candidates before = {made.batch, round == 1 ? 2 : made.width, drafts, round - 1};
-  const int verified = before.first_draft(row * before.width + block.state[row]) - row * drafts;  // accept_row adds that
-  accept_part::accept_row(block.scratch.accept, row, m.drafts + verified, m.draft_laws + u64(verified) * V, m.picks, m.laws, m.requests, m.last, m.codes,
-                          m.states, m.rounds, m.history, drafts, block.coupled);
-  __syncthreads();
-  const int state = m.states[row];
-  if (threadIdx.x == 0) store_whole(block.exchange.board + row, make_uint2(u32(m.last[row]) | u32(state) << 16, u32(round)));
-  if (int(threadIdx.x) < drafts)
-    store_whole(block.exchange.draft_codes + row * MAX_WIDTH + threadIdx.x, make_uint2(u32(m.drafts[made.first_draft(row * made.width + state) + threadIdx.x]), u32(round)));
-  __syncwarp();
-}
-
-// One thread: commits the pick of a pass without drafts; round 0 is the prefill, which is not recorded.
-__device__ __forceinline__ void commit(const Model& model, int row, int depth, int pick, int round) {
-  model.codes[row * G + depth] = pick;
-  model.rounds[row] = round;
-  if (round == 0) return;
-  int* entry = model.history + (row * G + round - 1) * 3;
-  entry[0] = depth, entry[1] = 0, entry[2] = 0;
-}
-
-// One thread: tells all blocks that this one has come to the end of a round: of the prefill when its heads are applied, of
-// another when its own picks are made.
-__device__ __forceinline__ void end_round(Block& block) {
-  block.rounds_ended++;
-  arrive(block.model.counter + 1);
-}
-
-// All who multiply: wait until all blocks have come to the end of as many rounds as this one. Without drafts there are none.
-__device__ __forceinline__ void wait_for_all(Block& block) {
   if (same(warp_id()) == 0) {
+    uint2 found;
+    for (u32 polls = 0;; poll_again(polls)) {
+      found = load_acquired(piece);
+      if (!__any_sync(ALL_LANES, found.y != tag)) break;
+    }
+    if (lane_id() == 0) block.told = found.x;
     __syncwarp();
-    u32 polls = 0;
-    while (__any_sync(ALL_LANES, arrived(block.model.counter + 1) < block.rounds_ended * CTAS)) polled(polls);
+  }
+  __syncthreads();
+  return block.told;
+}
+
+// All threads: what an entry needs that depends on no logits: the noise of its pick, or the draft that it decides on.
+__device__ __noinline__ void prepare(Block& block, const Candidates made, int index) {
+  const Entry entry(block, made, index);
+  if (entry.depth <= 0) return;
+  if (entry.checks) {
+    const Candidates before = {made.batch, made.width, made.drafts, made.round - 1};
+    const int piece = before.piece(entry.row, entry.offset);
+    const u32 draft = told(block, block.exchange.draft_codes + piece, before.tag());
+    if (!block.coupled) {
+      const u32 share = told(block, block.exchange.draft_shares + piece, before.tag());
+      const float* const law = block.model.draft_laws + before.draft_law(entry.row, entry.offset + 1);
+      for (int i = threadIdx.x * 4; i < V; i += THREADS * 4) *reinterpret_cast<float4*>(block.prepared.draft_law + i) = load_fresh_four(law + i);
+      if (threadIdx.x == 0) block.draft_share = __uint_as_float(share);
+    }
+    if (threadIdx.x == 0) block.draft = draft, block.word = philox(block.request[entry.row].seed, block.request[entry.row].frame, u32(entry.depth), USE_ACCEPT, 0).x;
+  }
+  __syncthreads();  // whoever used this memory before
+  if (!entry.decides(block)) select_sample_part::store_noise(block.prepared.noise, block.request[entry.row], entry.depth, entry.use(block));
+}
+
+// All who multiply or add: this block has come to the end of a round when its heads are applied.
+__device__ __forceinline__ void end_round(Block& block, const Stream& stream) {
+  if (stream.adds()) {
+    named_sync(END_OF_ROUND, TEAM);
+    if (threadIdx.x == THREADS) arrive(block.model.counter + 1);
+    __syncwarp();
+  } else {
+    if (threadIdx.x == 0) block.rounds_ended++;
+    named_arrive(END_OF_ROUND, TEAM);
+  }
+}
+__device__ __forceinline__ bool ended_by_all(const Block& block) { return arrived(block.model.counter + 1) >= block.rounds_ended * CTAS; }
+
+// All who multiply: wait until all blocks have come to the end of as many rounds as this one.
+__device__ __forceinline__ void wait_for_all(Block& block) {
+  __syncthreads();
+  if (same(warp_id()) == 0 && same(block.rounds_waited != block.rounds_ended)) {
+    for (u32 polls = 0; __any_sync(ALL_LANES, !ended_by_all(block));) polled(polls);
+    if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
+    __syncwarp();
   }
   __syncthreads();
 }
 
-// All threads of a block: picks the code of one entry, whose noise has been made. A target without drafts, or of the prefill,
-// is committed and enters the next pass; the drafts behind the prefill, of which it is known that they follow, enter it too.
-__device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int entry) {
-  const int column = made.column(entry), behind = made.behind(entry), depth = depth_of(same(block.position[column]), behind);
-  if (depth <= 0) return;  // there is no such entry
-  const Model& model = block.model;
-  const int row = column / made.width, draft = made.first_draft(column) + behind - 1;
-  const bool target = behind == 0, commits = target && (made.drafts == 0 || made.round == 0);
-  float* const law = commits || block.coupled ? nullptr : target ? model.laws + column * V : model.draft_laws + u64(draft) * V;
-  const DueLogits logits = {block.exchange.logits(column * (made.drafts + 1) + behind), uses.heads, block.scratch.select.noise.of_code};
-  select_entry(block, logits, row, depth, target || block.coupled ? USE_TARGET : USE_DRAFT, law);
-  const int code = block.pick;
-  if (made.round == 0) wait_for_all(block);
-  if ((commits || made.round == 0) && depth < G - 1) embed(block, uses.pass + 1, row * (made.drafts + 1) + behind, embedding(model, depth, code));
-  if (threadIdx.x == 0) {
-    if (target) model.picks[column] = code;
-    else model.drafts[draft] = code;
-    if (commits) commit(model, row, depth, code, made.round);
+// What a block wants of an entry: its pick, the law alone, or what becomes of the draft behind it.
+enum Aim { PICK, WEIGH, DECIDE };
+constexpr u32 UNDECIDED = 0xFFFFFFFFu;  // a draft whose law is of many codes
+
+// What a draft is kept by, and what replaces it.
+struct Decision {
+  Request request;
+  u32 depth, draft, word;  // the random word that accepts it, or not
+  float draft_share;
+  const float* draft_law;
+
+  __device__ __noinline__ static bool keeps_exactly(u32 word, float share, float draft_share) { return uniform(word) < double(share) / double(draft_share); }
+  __device__ __forceinline__ bool keeps(float share) const {
+    // Nearly always a float knows.
+    const float number = float(uniform_ticks(word)) * (1.0f / 33554432), ratio = __fdividef(share, draft_share);
+    return fabsf(number - ratio) > 1e-5f + 1e-5f * ratio ? number < ratio : keeps_exactly(word, share, draft_share);
+  }
+
+  // The score of a code that may replace it, in exact arithmetic.
+  struct Exact {
+    u64 seed;
+    u32 frame, depth;
+    const ShortLaw& law;
+    const float* draft_law;  // null: of the law itself
+    __device__ __forceinline__ u32 word(u32 code) const { return word_of(philox(seed, frame, depth, USE_RESIDUAL, code / 4), code % 4); }
+    __device__ __forceinline__ double operator()(u32 code) const {
+      return log(double(law.of(code)) - (draft_law ? double(draft_law[code]) : 0.0)) + gumbel_exact(word(code));
+    }
+  };
+  // The first warp, for a law of few codes: the draft and KEPT, or a draw from what the law has beyond that of the draft, or,
+  // where rounding left none, from the law.
+  __device__ __forceinline__ u32 among(const select_sample_part::Kept& kept, Pick& pick, ShortLaw& law) const {
+    float share = 0, mass[2], score[2];
+    bool residual = false;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const bool stays = kept.share[i] >= 0;
+      const u32 here = __ballot_sync(ALL_LANES, stays && kept.code[i] == draft);
+      const float found = __shfl_sync(ALL_LANES, kept.share[i], here ? __ffs(here) - 1 : 0);
+      share = here ? found : share;
+      mass[i] = stays ? kept.share[i] - draft_law[kept.code[i]] : 0;
+      residual |= __any_sync(ALL_LANES, mass[i] > 0);
+      law.code[lane_id() + 32 * i] = kept.code[i], law.share[lane_id() + 32 * i] = kept.share[i];
+    }
+    if (keeps(share)) return draft | KEPT;
+    const Exact exact = {request.seed, request.frame, depth, law, residual ? draft_law : nullptr};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (!residual) mass[i] = kept.share[i];
+      score[i] = mass[i] > 0 ? logf(mass[i]) + gumbel(exact.word(kept.code[i])) : MINUS_INFINITY;
+    }
+    __syncwarp();
+    return warp_pick(pick, score, kept.code, exact);
+  }
+};
+
+// The first warp: what was found, to `pick` of the block; and a decision to all blocks.
+struct EntryOut {
+  Block& block;
+  Aim aim;
+  const Decision& decision;
+  uint2* piece;
+  u32 tag;
+
+  __device__ __forceinline__ void put(u32 found) const {
+    block.pick = found;
+    if (aim == DECIDE && found != UNDECIDED) store_whole(piece, make_uint2(found, tag));
+  }
+  __device__ __forceinline__ void none() const { put(0); }
+  __device__ __forceinline__ void weighed(const select_sample_part::Kept& kept) const {
+    if (aim == WEIGH) return;
+    const u32 found = decision.among(kept, block.scratch.select.pick, block.short_law);
+    if (lane_id() == 0) put(found);
+  }
+  template <class Exact>
+  __device__ __forceinline__ void few(const select_sample_part::Kept& kept, const Exact& exact_score) const {
+    if (aim != PICK) return weighed(kept);
+    const u32 code = warp_pick(block.scratch.select.pick, kept.score, kept.code, exact_score);
+    if (lane_id() == 0) put(code);
+  }
+  __device__ __forceinline__ void many(u32 code) const {
+    if (lane_id() == 0) put(aim == DECIDE ? UNDECIDED : code);
+  }
+};
+
+// Where the logits of an entry are, what they are of, and what is wanted; `law` gets the law, of a decision if it is of many.
+struct Selection {
+  const uint4* logits;
+  u32 heads;  // their use
+  int row, depth, use;
+  Aim aim;
+  float* law;
+  uint2* piece;  // of a decision
+  u32 tag;
+};
+
+// All threads of a block, for a law of many codes.
+__device__ __noinline__ u32 decide_among_many(Block& block, const Decision decision, const float* law) {
+  auto& accept = block.scratch.accept;
+  auto& excess = accept.of_draft[0];
+  if (threadIdx.x == 0) excess.listed = 0, pick_reset(accept.pick);
+  __syncthreads();
+  if (decision.keeps(law[decision.draft])) return decision.draft | KEPT;
+  accept_part::Laws laws;
+  laws.load(law, decision.draft_law);
+  accept_part::list_excess(excess, laws);
+  __syncthreads();
+  return accept_part::draw_excess(accept.pick, excess, {law, decision.draft_law, decision.request.seed, decision.request.frame, decision.depth});
+}
+
+// All threads of a block: what few_row cannot do.
+__device__ __noinline__ void select_slowly(Block& block, const Selection of, const Decision decision) {
+  const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
+  __syncthreads();  // whoever used this memory before
+  // The noise is that of a pick; nobody asks for it otherwise.
+  select_sample_part::select_row(block.scratch.select, DueLogits{of.logits, of.heads, block.prepared.noise.of_code}, decision.request, of.depth, G - 1, of.use, of.law,
+                                 of.aim == WEIGH, block.model.errors + of.row, out);
+  __syncthreads();
+  if (of.aim == DECIDE && same(int(block.pick)) == int(UNDECIDED)) {
+    const u32 found = decide_among_many(block, decision, of.law);
+    if (threadIdx.x == 0) out.put(found);
+    __syncthreads();
   }
   __syncwarp();
+}
+
+// All threads of a block; the code stands in `block.pick`.
+__device__ __noinline__ void select_entry(Block& block, const Selection of) {
+  __syncthreads();  // whoever used this memory before
+  const Decision decision = {block.request[of.row], u32(of.depth), block.draft, block.word, block.draft_share, block.prepared.draft_law};
+  const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
+  const DueLogits logits = {of.logits, of.heads, block.prepared.noise.of_code};
+  const bool done = same(of.aim) != PICK && select_sample_part::few_row(block.scratch.select, logits, decision.request, of.aim == WEIGH ? of.law : nullptr, out);
+  // While the first warp decides another one finds out whether what it comes to may be stored.
+  if (of.aim == DECIDE && same(warp_id()) == 1) {
+    for (u32 polls = 0; __any_sync(ALL_LANES, !ended_by_all(block));) polled(polls);
+    if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
+  }
+  __syncthreads();  // also for the compiler, which otherwise loses sight of the lanes around a call
+  if (!same(done)) select_slowly(block, of, decision);
+  __syncwarp();
+}
+
+// One thread: commits a code, and, where it `ends` a round, what came of that; of the prefill nothing is recorded.
+__device__ __forceinline__ void commit(const Block& block, const Candidates& made, const Entry& entry, int code, bool ends) {
+  const Model& model = block.model;
+  model.codes[entry.row * G + entry.depth] = code;
+  if (!ends) return;
+  model.rounds[entry.row] = made.round;
+  if (made.round == 0) return;
+  int* const round = model.history + (entry.row * G + made.round - 1) * 3;
+  round[0] = entry.depth - entry.offset, round[1] = proposed(block.last[entry.row], made.drafts), round[2] = entry.offset;
+}
+
+// All threads of a block: what is wanted of one entry, which has been prepared; without drafts a pick is committed and enters
+// the next pass.
+__device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int index, u32& picked) {
+  const Entry entry(block, made, index);
+  if (entry.depth <= 0) return;
+  const bool target = entry.behind == 0, told = target && made.round > 0 && made.drafts > 0;
+  Selection of = {block.exchange.logits(made.first_logits() + entry.column * (made.drafts + 1) + entry.behind), uses.heads, entry.row, entry.depth, entry.use(block)};
+  of.aim = entry.decides(block) ? DECIDE : PICK, of.law = of.aim == DECIDE ? block.model.laws + entry.column * V : nullptr;
+  of.piece = block.exchange.decisions + made.piece(entry.row, entry.offset), of.tag = made.tag();
+  u32 code;
+  const bool raced = of.aim == PICK && select_sample_part::race_row(block.scratch.select, DueLogits{of.logits, of.heads, block.prepared.noise.of_code}, block.request[entry.row], code);
+  if (!raced) {
+    select_entry(block, of);
+    code = u32(same(int(block.pick)));
+  }
+  if (entry.checks && of.aim == PICK && code == block.draft) code |= KEPT;
+  if (made.drafts == 0) {
+    if (threadIdx.x == 0) commit(block, made, entry, int(code), true);
+    if (entry.depth < G - 1) embed(block, uses.pass + 1, entry.row, embedding(block.model, entry.depth, int(code)));
+  } else if (threadIdx.x == 0) {
+    picked = code;
+    if (told && of.aim == PICK) store_whole(of.piece, make_uint2(code, of.tag));
+  }
+  __syncwarp();
+}
+
+// All threads of a block: what becomes of an entry once it is known from which column its row goes on.
+__device__ __noinline__ void settle_entry(Block& block, const Uses uses, const Candidates made, int index, const u32& picked) {
+  const Entry entry(block, made, index);
+  if (entry.depth <= 0) return;
+  const bool target = entry.behind == 0;
+  // The columns that are to be known; of the prefill there is one to go on from.
+  const int needed = made.round == 0 ? 0 : target ? entry.offset : entry.offset + 1;
+  __syncthreads();
+  if (same(warp_id()) == 0) {
+    const uint2* const pieces = block.exchange.decisions + made.piece(entry.row, 0);
+    const bool waited = same(block.rounds_waited == block.rounds_ended);
+    u32 kept, polls = 0;
+    for (;;) {
+      const uint2 piece = lane_id() < needed ? load_whole(pieces + lane_id()) : make_uint2(KEPT, made.tag());
+      const u32 there = __ballot_sync(ALL_LANES, piece.y == made.tag());
+      kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
+      // The first that is not kept, if there is one, is there; and nobody reads any more what will be written.
+      if (((~kept & (kept + 1)) & ~there) == 0 && (waited || !__any_sync(ALL_LANES, !ended_by_all(block)))) break;
+      poll_again(polls);
+    }
+    if (lane_id() == 0) block.first_to_go = __ffs(~kept) - 1, block.rounds_waited = block.rounds_ended;  // -1: none
+    __syncwarp();
+  }
+  __syncthreads();
+  const int first = same(block.first_to_go), code = same(int(picked));
+  const int place = entry.row * (made.drafts + 1) + entry.behind;
+  if (target ? first >= 0 : made.round > 0 && first != entry.offset) return;
+  const bool goes_on = !target || !(code & KEPT);
+  if (threadIdx.x == 0) {
+    if (target) commit(block, made, entry, code & ~KEPT, goes_on);
+    else store_whole(block.exchange.draft_codes + made.piece(entry.row, entry.behind - 1), make_uint2(u32(code), made.tag()));
+  }
+  __syncwarp();
+  if (goes_on && entry.depth < G - 1) embed(block, uses.pass + 1, place, embedding(block.model, entry.depth, code));
+}
+
+// All threads of a block without rows, if there are such: the laws of the drafts behind the code of last depth of each row.
+// `made`: of the round that picked them.
+__device__ __forceinline__ void weigh_drafts(Block& block, const Uses& uses, const Candidates made) {
+  const int desk = this_desk(), tasks = made.batch * made.drafts;
+  if (desk >= LAW_DESKS) return;
+#pragma unroll 1
+  for (int index = desk; index < tasks; index += LAW_DESKS) {
+    __syncthreads();  // for the compiler, which otherwise loses sight of the lanes in a loop around a call
+    const int row = index / made.drafts, behind = 1 + index % made.drafts, last = same(block.last[row]);
+    if (behind > proposed(last, made.drafts)) continue;
+    const int column = row * made.width + same(block.state[row]), piece = made.piece(row, behind - 1);
+    const u32 code = told(block, block.exchange.draft_codes + piece, made.tag());
+    wait_for_all(block);  // who read this memory two rounds ago
+    float* const law = block.model.draft_laws + made.draft_law(row, behind);
+    select_entry(block, {block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind), uses.heads, row, last + behind, USE_DRAFT, WEIGH, law, nullptr, 0});
+    if (threadIdx.x == 0) store_released(block.exchange.draft_shares + piece, make_uint2(__float_as_uint(law[code]), made.tag()));
+    __syncwarp();
+  }
 }
 
 // All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
 __device__ __forceinline__ void plan_round(Block& block, int round) {
-  const int batch = block.batch, drafts = block.full - 1;
+  const int batch = same(block.batch), drafts = same(block.full) - 1;
   sync_team();  // whoever read the plan before
   if (same(warp_id()) == 0) {
-    const int row = lane_id() < batch ? lane_id() : 0;
-    int last = block.last[row], state = 0;
-    if (round == 1) {
-      last = 1, state = 1;
-    } else if (drafts == 0) {
-      last++;
-    } else {
-      const bool waits = last < G - 1;
-      uint2 place;
-      u32 polls = 0;
-      for (;;) {
-        place = load_whole(block.exchange.board + row);
-        if (!__any_sync(ALL_LANES, waits && place.y != u32(round - 1))) break;
-        poll_again(polls);
+    // Eight lanes a row, a lane a column.
+#pragma unroll
+    for (int start = 0; start < MAX_BATCH; start += 4) {
+      if (start >= batch) break;
+      const int row = start + lane_id() / MAX_WIDTH, offset = lane_id() % MAX_WIDTH;
+      int last = row < batch ? block.last[row] : G, state = 0;
+      if (round == 1) {
+        last = 1, state = 1;
+      } else if (drafts == 0) {
+        last++;
+      } else {
+        const Candidates made = {batch, drafts + 1, drafts, round - 1};
+        const bool waits = last < G - 1 && offset <= proposed(last, drafts);
+        for (u32 polls = 0;; poll_again(polls)) {
+          const uint2 piece = waits ? load_whole(block.exchange.decisions + made.piece(row, offset)) : make_uint2(0, made.tag());
+          const u32 there = __ballot_sync(ALL_LANES, piece.y == made.tag()), kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
+          state = __ffs(~(kept >> (lane_id() & ~(MAX_WIDTH - 1)))) - 1;
+          if (!__any_sync(ALL_LANES, !(there >> (lane_id() & ~(MAX_WIDTH - 1)) >> state & 1))) break;
+        }
+        if (last < G - 1) last += state + 1;
+        else state = block.state[row < batch ? row : 0];
       }
-      state = block.state[row];
-      if (waits) last = place.x & 0xFFFF, state = place.x >> 16;
+      __syncwarp();
+      if (row < batch && offset == 0) block.last[row] = last, block.state[row] = state;
     }
-    __syncwarp();
-    if (lane_id() < batch) block.last[row] = last, block.state[row] = state;
   }
   if (threadIdx.x == 0) block.finished = 1;
   sync_team();
   const int width = drafts + 1;
   for_places([&](int i) {
     const int row = i / width, offset = i % width, last = row < batch ? block.last[row] : G;
-    place_column(block, i, last < G - 1 && offset <= min(drafts, G - 2 - last) ? last + 1 + offset : -1);
+    place_column(block, i, last < G - 1 && offset <= proposed(last, drafts) ? last + 1 + offset : -1);
     if (last < G - 1) block.finished = 0;
   });
   sync_team();
@@ -1374,62 +1648,29 @@ __device__ __forceinline__ u32 set_of_heads(const Block& block, int columns, int
   return warp_or(heads);
 }
 
-// All who multiply: the drafts of the last round that go on enter this pass.
-__device__ __forceinline__ void enter_drafts(Block& block, const Uses& uses, int columns, int width, int round) {
-#pragma unroll 1
-  for (int column = this_desk(); column < columns; column += CTAS) {
-    __syncthreads();  // as for picks
-    const int row = column / width, behind = column % width, position = same(block.position[column]);
-    if (behind > 0 && position >= 0) {
-      uint2 code;
-      for (u32 polls = 0;; poll_again(polls)) {
-        code = load_whole(block.exchange.draft_codes + row * MAX_WIDTH + behind - 1);
-        if (!__any_sync(ALL_LANES, code.y != u32(round - 1))) break;
-      }
-      embed(block, uses.pass, column, embedding(block.model, position - 1, int(code.x)));
-    }
-  }
-}
-
-// All threads: the noise of an entry.
-__device__ __forceinline__ void make_noise_of(Block& block, const Candidates& made, int entry) {
-  const int column = made.column(entry), behind = made.behind(entry);
-  make_noise(block, column / made.width, depth_of(same(block.position[column]), behind), behind == 0 || block.coupled ? USE_TARGET : USE_DRAFT);
-}
-
-// All who multiply or add: the heads of a set, and what is picked.
+// All who multiply or add: the heads of a set, what is picked, and what becomes of it.
 __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, const Candidates made) {
   const int desk = this_desk();
-  // Who has no rows of the heads makes the noise meanwhile.
+  // Who has no rows of the heads prepares meanwhile.
   const bool early = !Head::mine(0) && !stream.adds();
-  if (early && desk < made.all()) make_noise_of(block, made, desk);
-  run_heads(block, stream, heads, made.columns(), made.drafts + 1);
+  if (early && desk < made.all()) prepare(block, made, desk);
+  run_heads(block, stream, heads, made.columns(), made.drafts + 1, made.first_logits());
+  if (made.drafts > 0) end_round(block, stream);
   if (stream.adds()) return;
-  // All of the block have read its keys and values.
-  if (made.round == 0 && made.drafts > 0) {
-    __syncthreads();
-    if (threadIdx.x == 0) end_round(block);
-  }
+  int turn = 0;
 #pragma unroll 1
   for (int entry = desk; entry < made.all(); entry += CTAS) {  // a block an entry
-    __syncthreads();  // for the compiler, which otherwise loses sight of the lanes in a loop around a call
-    if (!early || entry != desk) make_noise_of(block, made, entry);
-    pick_entry(block, stream.uses, made, entry);
+    __syncthreads();  // for the compiler, as above
+    if (!early || entry != desk) prepare(block, made, entry);
+    pick_entry(block, stream.uses, made, entry, block.picked[turn++]);
   }
-}
-
-// All who multiply or add: what the drafts of a round come to, once the pass that verifies them has been picked from.
-__device__ __forceinline__ void settle(Block& block, const Stream& stream, const Candidates made) {
-  // All tell those who accept that they have picked, or have nothing to pick, and these tell all.
-  __syncthreads();
-  if (threadIdx.x == 0) end_round(block);
-  const int desk = this_desk();
-  if (desk >= same(block.batch) || same(block.last[desk]) >= G - 1) return;
-  wait_for_all(block);
-  accept_entry(block, desk, made);
-  const Model& model = block.model;
-  const int last = same(model.last[desk]);
-  if (last < G - 1) embed(block, stream.uses.pass + 1, desk * made.width, embedding(model, last, model.codes[desk * G + last]));
+  if (made.drafts == 0) return;
+  turn = 0;
+#pragma unroll 1
+  for (int entry = desk; entry < made.all(); entry += CTAS) {
+    __syncthreads();
+    settle_entry(block, stream.uses, made, entry, block.picked[turn++]);
+  }
 }
 
 KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses, int batch, int drafts, int coupled) {
@@ -1470,10 +1711,9 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     if (round > 0) stream.push(heads);
     ahead = round == 0 ? G > 2 : __any_sync(ALL_LANES, lane_id() < batch && block.last[lane_id() % MAX_BATCH] + 1 + drafts < G - 1);
     if (ahead) stream.push(BODY);
-    if (round > 1 && drafts > 0 && !stream.adds()) enter_drafts(block, uses, made.columns(), made.width, round);
+    if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, uses, {batch, round == 1 ? 2 : drafts + 1, drafts, round - 1});
     run_pass<HAS_PROJECTION>(block, stream, batch, made.width);
     apply_and_pick(block, stream, heads, made);
-    if (drafts > 0 && round > 0 && !stream.adds()) settle(block, stream, made);
   }
 
   if (stream.adds()) return;

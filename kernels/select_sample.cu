@@ -20,14 +20,17 @@
 // A short top-k goes a shorter way: where its first digit leaves at most LISTED candidates, these are listed, each is
 // told its rank and the mass before it, and one warp does the rest without barriers.
 //
-// Where the noise is known before the logits are, and no law is asked for, a race is shorter still: the best score of
-// all, if top-k keeps its entry, else the best of those before it, and so on.
+// Where all that is wanted is the law of a short top-k without top-p, few_row looks for a bar that few entries pass.
+// Where the noise is known before the logits are, and no law is asked for, a race (race_row) is shorter still: the best
+// score of all, if top-k keeps its entry, else the best of those before it, and so on.
 
 #define ITEMS (V <= 4 * THREADS ? 4 : V <= 8 * THREADS ? 8 : 16)
 #define CODE_BITS 12
 #define ORDER_BITS (32 + CODE_BITS)
 #define LISTED 64
 #define MOST_LAPS 8
+#define BARS 4
+#define MOST_TURNS 6
 #define WARPS (THREADS / 32)
 #define MASS_SCALE 549755813888.0f  // 2^39
 #define MASS_LOW_BITS 20
@@ -43,11 +46,12 @@ constexpr int DIGIT_BITS = log2_of(THREADS);
 struct Row {
   float logit[ITEMS];
   float weight[ITEMS];  // of the law, up to a factor
-  float largest, inverse_temperature, bins_per_unit;
+  float largest, inverse_temperature, reach, bins_per_unit;
 
   __device__ __forceinline__ static u32 code(int i) { return threadIdx.x * ITEMS + i; }
   // Ascending: the largest logit first, of equal ones the lower code.
-  __device__ __forceinline__ u64 order(int i) const { return u64(~order_key(logit[i])) << CODE_BITS | code(i); }
+  __device__ __forceinline__ static u64 order(float logit, u32 code) { return u64(~order_key(logit)) << CODE_BITS | code; }
+  __device__ __forceinline__ u64 order(int i) const { return order(logit[i], code(i)); }
   __device__ __forceinline__ u32 first_digit(int i) const {  // fminf also turns the NaN of inf * 0 into the last bin
     return u32(fminf((largest - logit[i]) * bins_per_unit, float(THREADS - 1)));
   }
@@ -92,9 +96,9 @@ __device__ __forceinline__ void add(Cut<u64>& s, bool active, u32 bin, u64 mass)
   if (lanes == 0) return;
   u32 low = u32(mass) & ((1u << MASS_LOW_BITS) - 1), high = u32(mass >> MASS_LOW_BITS);
   const int first = __ffs(lanes) - 1;
-  const bool same = bin == __shfl_sync(ALL_LANES, bin, first);
+  const bool together = bin == __shfl_sync(ALL_LANES, bin, first);
   // A tied row puts a whole warp into one bin: add once for all of it.
-  if (__all_sync(ALL_LANES, same || !active)) {
+  if (__all_sync(ALL_LANES, together || !active)) {
     low = warp_sum(active ? low : 0);
     high = warp_sum(active ? high : 0);
     active = lane_id() == first;
@@ -241,7 +245,14 @@ struct Race {
   float logit[32];
 };
 
+// Of each warp in a turn of a search, how many entries pass each of four bars, two in a word; and those that pass the one.
+struct Search {
+  u32 counts[2][2][32];
+  u32 key[LISTED], code[LISTED];
+};
+
 struct Shared {
+  Search search;
   Cut<u32> by_count;
   Cut<u64> by_mass;
   Short few;
@@ -299,8 +310,8 @@ __device__ __forceinline__ bool find_range(Shared& s, Row& row, float temperatur
   smallest = warp_min(lane_id() < WARPS ? s.smallest_of_warp[lane_id()] : 0xFFFFFFFFu);
   row.largest = key_to_float(largest);
   row.inverse_temperature = 1 / temperature;
-  const float reach = fminf(row.largest - key_to_float(smallest), FIRST_DIGIT_REACH * temperature);
-  row.bins_per_unit = __fdividef(float(THREADS), reach);
+  row.reach = fminf(row.largest - key_to_float(smallest), FIRST_DIGIT_REACH * temperature);
+  row.bins_per_unit = __fdividef(float(THREADS), row.reach);
   return largest > KEY_MINUS_INFINITY && largest < KEY_INFINITY;
 }
 
@@ -379,11 +390,13 @@ __device__ __forceinline__ void list_candidates(Short& s, const Row& row, u32 al
   for (int i = 0; i < ITEMS; i++) listed |= u32((alive >> i & 1) && digit[i] <= bin) << i;
   if (listed) {
     u32 slot = atomicAdd(&s.listed, u32(__popc(listed)));
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-      if (!(listed >> i & 1)) continue;
-      const u64 mass = u64(expf(row.scaled(row.logit[i])) * MASS_SCALE);
-      s.candidate[slot++] = Candidate{row.order(i), mass << RANK_BITS | 1};
+    // Each lane takes its own next entry, so that a warp goes round as often as its busiest lane must.
+#pragma unroll 1
+    for (; listed; listed &= listed - 1) {
+      const int item = __ffs(listed) - 1;
+      const float logit = at(row.logit, item);
+      const u64 mass = u64(expf(row.scaled(logit)) * MASS_SCALE);
+      s.candidate[slot++] = Candidate{row.order(logit, row.code(0) + item), mass << RANK_BITS | 1};
     }
   }
   __syncthreads();
@@ -419,30 +432,37 @@ __device__ __forceinline__ void rank_candidates(Short& s, const Row& row, u32 ke
   __syncthreads();
 }
 
-// One warp: applies top-p to the ranked ones, writes their law over the zeros that are there, and picks.
-template <class Exact>
-__device__ __forceinline__ u32 pick_ranked(Short& s, Pick& pick, u32 ranked, double top_p, float* law,
-                                           const Exact& exact_score) {
-  const u64 limit = top_p < 1 ? u64(ceil(top_p * double(s.total))) : ~0ull;
-  u32 code[2], kept = 0;
-  float score[2], weight[2];
+// One warp, two codes a lane: those that top-k and top-p keep, with their probabilities and scores.
+struct Kept {
+  u32 code[2];
+  float share[2], score[2];  // of one that is not kept: below 0, and minus infinity
+
+  __device__ __forceinline__ Kept() {}
+  __device__ __forceinline__ Kept(const Short& s, u32 ranked, double top_p) {
+    const u64 limit = top_p < 1 ? u64(ceil(top_p * double(s.total))) : ~0ull;
+    u32 kept = 0;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const u32 rank = lane_id() + 32 * i;
-    const bool stays = rank < ranked && s.before[rank] < limit;
-    kept += __popc(__ballot_sync(ALL_LANES, stays));
-    code[i] = s.code[rank], weight[i] = stays ? s.weight[rank] : -1.0f;
-    score[i] = stays ? s.score[rank] : MINUS_INFINITY;
+    for (int i = 0; i < 2; i++) {
+      const u32 rank = lane_id() + 32 * i;
+      const bool stays = rank < ranked && s.before[rank] < limit;
+      kept += __popc(__ballot_sync(ALL_LANES, stays));
+      code[i] = s.code[rank], share[i] = stays ? s.weight[rank] : -1.0f;
+      score[i] = stays ? s.score[rank] : MINUS_INFINITY;
+    }
+    divide_by(kept < ranked ? s.before[kept] : s.total);
   }
-  const u32 picked = warp_pick(pick, score, code, exact_score);
-  if (law) {
-    const float unit = __fdividef(MASS_SCALE, float(kept < ranked ? s.before[kept] : s.total));
+  __device__ __forceinline__ void divide_by(u64 total) {
+    const float unit = __fdividef(MASS_SCALE, float(total));
+#pragma unroll
+    for (int i = 0; i < 2; i++) share[i] *= unit;
+  }
+  // Over the zeros that are there.
+  __device__ __forceinline__ void store(float* law) const {
 #pragma unroll
     for (int i = 0; i < 2; i++)
-      if (weight[i] >= 0) law[code[i]] = weight[i] * unit;
+      if (share[i] >= 0) law[code[i]] = share[i];
   }
-  return picked;
-}
+};
 
 // The noise of every code, for a source that knows it.
 struct Noise {
@@ -499,11 +519,156 @@ __device__ __forceinline__ bool race(Race& s, const Row& row, const float* noise
   return false;
 }
 
-// All threads of a block: the law of one row of logits (`law` may be null) and its pick. One thread of the first warp
-// writes codes[entry]; a barrier follows before anyone reads it, or uses `s` again.
+__device__ __forceinline__ float temperature_of(const Request& request) { return request.temperature == 0 ? 1.0f : float(request.temperature); }
+__device__ __forceinline__ int top_k_of(const Request& request) { return request.temperature == 0 ? 1 : request.top_k; }  // argmax is top-1
+__device__ __forceinline__ double top_p_of(const Request& request) { return request.temperature == 0 ? 1 : request.top_p; }
+
+// All threads of a block, for a source that knows the noise: the pick of one row of logits, where a race finds it.
 template <class Source>
-__device__ __forceinline__ void select_row(Shared& s, const Source logits, const Request request, int depth, int deepest,
-                                           int use, float* law, int* codes, int entry, int* errors, int row_of_batch) {
+__device__ __forceinline__ bool race_row(Shared& s, const Source& logits, const Request& request, u32& code) {
+  if (top_p_of(request) < 1) return false;
+  Row row;
+  logits.load(row.logit);
+  if (!find_range(s, row, temperature_of(request))) return false;
+  const int top_k = top_k_of(request);
+  return race(s.race, row, logits.noise, top_k > 0 ? top_k : V, code);
+}
+
+// All threads: finds a bar that at least `top_k` entries pass, and at most LISTED, and lists those; how many there are, or 0
+// if none was found.
+__device__ __forceinline__ u32 list_above_bar(Search& s, const Row& row, u32 top_k) {
+  float top = row.largest, bottom = row.largest - row.reach, bar = top;
+  u32 listed = 0, slot = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < MOST_TURNS && listed == 0; turn++) {
+    const float step = (top - bottom) * (1.0f / (BARS + 1));
+    u32 passing[2] = {};
+#pragma unroll
+    for (int b = 0; b < BARS; b++) {
+      const float level = top - float(b + 1) * step;
+#pragma unroll
+      for (int i = 0; i < ITEMS; i++) passing[b / 2] += row.logit[i] >= level ? 1u << b % 2 * 16 : 0;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      passing[half] = warp_sum(passing[half]);
+      if (lane_id() == 0) s.counts[turn & 1][half][warp_id()] = passing[half];
+    }
+    __syncthreads();
+    u32 of_warp[2], all[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) of_warp[half] = lane_id() < WARPS ? s.counts[turn & 1][half][lane_id()] : 0, all[half] = warp_sum(of_warp[half]);
+    // The first bar that enough pass.
+    float above = top, below = bottom;
+    bool found = false;
+#pragma unroll
+    for (int b = 0; b < BARS; b++) {
+      const float level = top - float(b + 1) * step;
+      const u32 count = all[b / 2] >> b % 2 * 16 & 0xFFFF;
+      if (found) continue;
+      if (count < top_k) {
+        above = level;
+      } else {
+        found = true, below = bar = level;
+        if (count <= LISTED) listed = count, slot = of_warp[b / 2] >> b % 2 * 16 & 0xFFFF;
+      }
+    }
+    top = above, bottom = below, listed = same(listed);
+  }
+  if (listed == 0) return 0;
+  slot = warp_sum(lane_id() < warp_id() ? slot : 0u);  // of the warps before
+  const u32 below = (1u << lane_id()) - 1;
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) {
+    const bool passes = row.logit[i] >= bar;
+    const u32 lanes = __ballot_sync(ALL_LANES, passes), at = slot + __popc(lanes & below);
+    if (passes) s.key[at] = order_key(row.logit[i]), s.code[at] = Row::code(i);
+    slot += __popc(lanes);
+  }
+  __syncthreads();
+  return listed;
+}
+
+// One warp: the law of the first `top_k` of those that are listed.
+__device__ __forceinline__ Kept keep_listed(const Search& s, const Row& row, u32 listed, u32 top_k) {
+  Kept kept;
+  u32 key[2];  // 0: out
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32 slot = lane_id() + 32 * i;
+    key[i] = slot < listed ? s.key[slot] : 0, kept.code[i] = s.code[slot], kept.score[i] = MINUS_INFINITY;
+  }
+#pragma unroll 1
+  for (; listed > top_k; listed--) {  // the smallest goes, of equal ones the one with the highest code
+    const u32 smallest = warp_min(min(key[0] - 1, key[1] - 1)) + 1;  // of those that are in
+    const bool first = key[0] == smallest, second = key[1] == smallest;
+    const u32 highest = warp_max(max(first ? kept.code[0] + 1 : 0, second ? kept.code[1] + 1 : 0)) - 1;
+    if (first && kept.code[0] == highest) key[0] = 0;
+    if (second && kept.code[1] == highest) key[1] = 0;
+  }
+  u64 mass = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float weight = expf(row.scaled(key_to_float(key[i])));
+    kept.share[i] = key[i] ? weight : -1.0f;
+    mass += key[i] ? u64(weight * MASS_SCALE) : 0;
+  }
+  kept.divide_by(warp_sum(mass));
+  return kept;
+}
+
+// All threads of a block: the law of one row of logits, where top-k leaves few and top-p all of them, to out.weighed(kept), the
+// first warp, and to `law` (or null). False, and nothing has changed, where it is another one or no bar was found.
+template <class Source, class Out>
+__device__ __forceinline__ bool few_row(Shared& s, const Source& logits, const Request& request, float* law, const Out& out) {
+  const u32 top_k = same(top_k_of(request));
+  if (same(top_p_of(request) < 1) || top_k == 0 || top_k > LISTED) return false;
+  Row row;
+  logits.load(row.logit);
+  const float zeros[ITEMS] = {};
+  if (law) store_row(law, zeros);
+  if (!same(find_range(s, row, temperature_of(request)))) return false;
+  const u32 listed = list_above_bar(s.search, row, top_k);
+  if (listed == 0) return false;
+  if (same(warp_id()) != 0) return true;
+  if (threadIdx.x == 0) pick_reset(s.pick);
+  __syncwarp();
+  const Kept kept = keep_listed(s.search, row, listed, top_k);
+  out.weighed(kept);
+  if (law) kept.store(law);
+  return true;
+}
+
+// All threads: the law of a row of which top-k, counted already where it does, leaves many, and its pick, which the first warp
+// gets. Not in line, see settle_exactly.
+template <class Source>
+__device__ __noinline__ u32 select_many(Shared& s, Row row, u32 alive, const Source logits, const Request request, u32 depth, u32 use, float* law) {
+  u32 digit[ITEMS];
+  const int top_k = top_k_of(request);
+  const double top_p = top_p_of(request);
+  if (top_k > 0 && top_k < V) {
+    const auto limit_of = [&](u32) { return u32(top_k); };
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) digit[i] = row.first_digit(i);
+    alive = keep_first(s.by_count, row, alive, true, digit, limit_of);
+  }
+#pragma unroll
+  for (int i = 0; i < ITEMS; i++) row.weight[i] = alive >> i & 1 ? expf(row.scaled(row.logit[i])) : 0;
+  if (top_p < 1) {
+    const auto limit_of = [&](u64 total) { return u64(ceil(top_p * double(total))); };
+    alive = keep_first(s.by_mass, row, alive, false, digit, limit_of);
+  }
+  offer_and_store(s, row, alive, request, depth, use, law);
+  return warp_id() == 0 ? pick_settle(s.pick, ExactScore<Source>{logits, row.largest, request, depth, use}) : 0;
+}
+
+// All threads of a block: the law of one row of logits, its pick, or both; `out` takes what there is.
+// out.none(), one thread: it is no law. out.few(kept, exact_score), the first warp: it is one of few codes. out.many(code), the
+// first warp: it is one of many, and this is the pick. `law` (or null) gets the law, that of few only where `law_of_few`. A
+// barrier follows before anyone reads what was stored, or uses `s` again.
+template <class Source, class Out>
+__device__ __forceinline__ void select_row(Shared& s, const Source& logits, const Request& request, int depth, int deepest, int use, float* law,
+                                           bool law_of_few, int* errors, const Out& out) {
   Row row;
   if constexpr (!Source::KNOWS_NOISE) logits.load(row.logit);  // on their way while memory is cleared
   s.by_count.clear();
@@ -511,15 +676,14 @@ __device__ __forceinline__ void select_row(Shared& s, const Source logits, const
   s.few.clear();
   if (threadIdx.x == 0) pick_reset(s.pick);
   if constexpr (Source::KNOWS_NOISE) logits.load(row.logit);  // those are waited for
-  const bool greedy = request.temperature == 0;  // argmax is top-1, at any temperature
-  const bool is_law = find_range(s, row, greedy ? 1.0f : float(request.temperature));
+  const bool is_law = find_range(s, row, temperature_of(request));
   if (depth > deepest) return;  // not earlier: the loads above would wait for this one
   if (!is_law) {
     const float one_hot[ITEMS] = {threadIdx.x == 0 ? 1.0f : 0.0f};
     if (law) store_row(law, one_hot);
     if (threadIdx.x == 0) {
-      codes[entry] = 0;
-      atomicMin(&errors[row_of_batch], depth);
+      out.none();
+      atomicMin(errors, depth);
     }
     return;
   }
@@ -528,43 +692,39 @@ __device__ __forceinline__ void select_row(Shared& s, const Source logits, const
   u32 alive = 0, digit[ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; i++) alive |= u32(row.logit[i] > MINUS_INFINITY) << i;
-  const int top_k = greedy ? 1 : request.top_k;
-  const double top_p = greedy ? 1 : request.top_p;
-  if constexpr (Source::KNOWS_NOISE) {
-    u32 code;
-    if (!law && top_p >= 1 && race(s.race, row, logits.noise, top_k > 0 ? top_k : V, code)) {
-      if (threadIdx.x == 0) codes[entry] = code;
-      return;
-    }
-  }
+  const int top_k = top_k_of(request);
   if (top_k > 0 && top_k < V) {
     const auto limit_of = [&](u32) { return u32(top_k); };
     divide(s.by_count, row, alive, 0, digit, limit_of);
     if (s.by_count.through <= LISTED) {
       const u32 ranked = min(u32(top_k), s.by_count.through);
       const float zeros[ITEMS] = {};
-      if (law) store_row(law, zeros);
+      if (law && law_of_few) store_row(law, zeros);
       list_candidates(s.few, row, alive, digit, s.by_count.bin);
       rank_candidates(s.few, row, ranked, exact_score);
       if (warp_id() != 0) return;
-      const u32 code = pick_ranked(s.few, s.pick, ranked, top_p, law, exact_score);
-      if (lane_id() == 0) codes[entry] = code;
+      const Kept kept(s.few, ranked, top_p_of(request));
+      out.few(kept, exact_score);
+      if (law && law_of_few) kept.store(law);
       return;
     }
-    alive = keep_first(s.by_count, row, alive, true, digit, limit_of);
   }
-
-#pragma unroll
-  for (int i = 0; i < ITEMS; i++) row.weight[i] = alive >> i & 1 ? expf(row.scaled(row.logit[i])) : 0;
-  if (top_p < 1) {
-    const auto limit_of = [&](u64 total) { return u64(ceil(top_p * double(total))); };
-    alive = keep_first(s.by_mass, row, alive, false, digit, limit_of);
-  }
-  offer_and_store(s, row, alive, request, depth, use, law);
-  if (warp_id() != 0) return;
-  const u32 code = pick_settle(s.pick, exact_score);
-  if (lane_id() == 0) codes[entry] = code;
+  const u32 code = select_many(s, row, alive, logits, request, u32(depth), u32(use), law);
+  if (warp_id() == 0) out.many(code);
 }
+
+// The first warp: the pick, for one entry of `codes`.
+struct CodeOut {
+  Pick& pick;
+  int* code;
+
+  __device__ __forceinline__ void none() const { *code = 0; }
+  template <class Exact>
+  __device__ __forceinline__ void few(const Kept& kept, const Exact& exact_score) const { many(warp_pick(pick, kept.score, kept.code, exact_score)); }
+  __device__ __forceinline__ void many(u32 picked) const {
+    if (lane_id() == 0) *code = picked;
+  }
+};
 
 KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ logits, const Request* __restrict__ requests,
                                                 const int* __restrict__ last, int* __restrict__ codes,
@@ -574,7 +734,7 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
   const int row = blockIdx.y, entry = row * gridDim.x + blockIdx.x;
   const Request request = requests[row];
   select_row(s, Logits{logits + u64(entry) * V}, request, last[row] + 1 + blockIdx.x, deepest, use,
-             laws ? laws + u64(entry) * V : nullptr, codes, entry, errors, row);
+             laws ? laws + u64(entry) * V : nullptr, true, errors + row, CodeOut{s.pick, codes + entry});
 }
 
 #undef ITEMS

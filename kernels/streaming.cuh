@@ -32,6 +32,9 @@ __device__ __forceinline__ void arrive(u32* counter) { ++*counter; }
 __device__ __forceinline__ u32 arrived(const u32* counter) { shim::spin(); return *counter; }
 __device__ __forceinline__ float load_fresh(const float* from) { return *from; }
 __device__ __forceinline__ int load_fresh(const int* from) { return *from; }
+__device__ __forceinline__ float4 load_fresh_four(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ __forceinline__ uint2 load_acquired(const uint2* from) { shim::spin(); return *from; }
+__device__ __forceinline__ void store_released(uint2* to, uint2 value) { *to = value; }
 __device__ __forceinline__ uint4 load_whole(const uint4* from) { return *from; }
 __device__ __forceinline__ uint2 load_whole(const uint2* from) { return *from; }
 __device__ __forceinline__ void store_whole(uint4* to, uint4 value) { *to = value; }
@@ -83,6 +86,10 @@ __device__ __forceinline__ u32 arrived(const u32* counter) { u32 value; asm vola
 // Past L1, which does not see what other multiprocessors store.
 __device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
 __device__ __forceinline__ int load_fresh(const int* from) { return __ldcg(from); }
+__device__ __forceinline__ float4 load_fresh_four(const float* from) { return __ldcg(reinterpret_cast<const float4*>(from)); }
+// Eight bytes, and what was stored before them, by whomever the storing block had waited for.
+__device__ __forceinline__ uint2 load_acquired(const uint2* from) { uint2 v; asm volatile("{ .reg .b64 whole; ld.acquire.gpu.global.b64 whole, [%2]; mov.b64 {%0, %1}, whole; }" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory"); return v; }
+__device__ __forceinline__ void store_released(uint2* to, uint2 v) { asm volatile("{ .reg .b64 whole; mov.b64 whole, {%1, %2}; st.release.gpu.global.b64 [%0], whole; }" ::"l"(to), "r"(v.x), "r"(v.y) : "memory"); }
 __device__ __forceinline__ void poll_again(u32& polls) { polled(polls); }
 __device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
 // 16 or 8 bytes that are seen whole or not at all.

@@ -200,8 +200,13 @@ class FusedPlan:
         sums = 2 * 8 * (warps * (rows + _PADDING) + 1) * 4
         scores = 2 * (warps // 4) * 64 * 4
         constants = (d.num_hidden_layers * 2 + self.spec.num_code_groups) * d.head_dim * 4
-        noise = next(items for items in (4, 8, 16) if d.vocab_size <= items * self.threads) * self.threads * 4
+        noise = self.codes_a_thread * self.threads * 4
         return _RESERVED_BYTES + constants + sums + scores + _SELECT_BYTES + noise
+
+    @property
+    def codes_a_thread(self) -> int:
+        """Neighbouring codes of a thread that picks (``ITEMS`` of ``select_sample.cu``)."""
+        return next(items for items in (4, 8, 16) if self.spec.decoder.vocab_size <= items * self.threads)
 
     def macros(self) -> dict[str, str]:
         """Return what ``fused_frame.cu`` is compiled with."""
@@ -268,7 +273,7 @@ class FusedPlan:
 
 MODEL_FIELDS = (
     "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm", "rotary", "talker_table", "tables",
-    "exchange", "hidden", "keys", "values", "laws", "draft_laws", "picks", "drafts", "last", "states", "counter",
+    "exchange", "hidden", "keys", "values", "laws", "draft_laws", "counter",
     "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
 )  # fmt: skip
 """The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
@@ -336,10 +341,9 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
     # Words of 4 bytes a value, then pairs of 8: see Exchange in the kernel.
     words = (plan.spec.talker_hidden_size if plan.projected else 0) + 2 * d.hidden_size + heads + d.intermediate_size
     attended = d.num_hidden_layers * (heads + 2 * d.num_key_value_heads * d.head_dim)
-    pairs = d.hidden_size + d.hidden_size // 4 + attended + (drafts + 1) * d.vocab_size
-    boards = plan.max_batch // 2 + 1 + plan.max_batch * MAX_VERIFY_SIZE // 2
-    pieces = columns * (words // 4 + pairs // 2) + boards
-    candidates = 2 * columns * max(drafts, 1)
+    logits = -(-d.vocab_size // plan.codes_a_thread) * plan.codes_a_thread
+    pairs = d.hidden_size + d.hidden_size // 4 + attended + (drafts + 1) * logits * (2 if drafts else 1)
+    pieces = columns * (words // 4 + pairs // 2) + 3 * plan.max_batch * MAX_VERIFY_SIZE
     cache = (d.num_hidden_layers, plan.max_batch, MAX_COPIES, d.num_key_value_heads, groups)
     return {
         "exchange": ((pieces, 4), np.uint32),
@@ -347,11 +351,7 @@ def work_layout(plan: FusedPlan, batch: int, drafts: int) -> dict[str, tuple[tup
         "keys": ((*cache, d.head_dim + _KEY_PADDING), np.float32),
         "values": ((*cache, d.head_dim), np.float32),
         "laws": ((columns, d.vocab_size), np.float32),
-        "draft_laws": ((candidates, d.vocab_size), np.float32),
-        "picks": ((columns,), np.int32),
-        "drafts": ((candidates,), np.int32),
-        "last": ((batch,), np.int32),
-        "states": ((batch,), np.int32),
+        "draft_laws": ((2 * batch * max(drafts, 1), d.vocab_size), np.float32),
         "counter": ((2,), np.uint32),
     }
 
