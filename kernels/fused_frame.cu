@@ -250,6 +250,19 @@ __device__ __forceinline__ int this_desk() { return CTAS - 1 - int(blockIdx.x); 
 constexpr int MOST_ENTRIES = (MAX_COLUMNS * MAX_WIDTH + CTAS - 1) / CTAS;
 constexpr u32 KEPT = 1 << 16;
 
+// What a block wants of an entry: its pick, the law alone, or what becomes of the draft behind it.
+enum Aim { PICK, WEIGH, DECIDE };
+// Where the logits of an entry are, what they are of, and what is wanted; `law` gets the law, of a decision if it is of many.
+struct Selection {
+  const uint4* logits;
+  u32 heads;  // their use
+  int row, depth, use;
+  Aim aim;
+  float* law;
+  uint2* piece;  // of a decision
+  u32 tag;
+};
+
 // A law of few codes.
 struct ShortLaw {
   u32 code[64];
@@ -275,6 +288,7 @@ struct Block {
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
   int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the column it was picked from
   Request request[MAX_BATCH];
+  Selection selection;  // what select_entry is to do
   u32 pick, told;     // a code, and what was told of a draft
   u32 draft, word;    // the code that is being decided on, by this random word,
   float draft_share;  // and its probability where it was picked
@@ -472,9 +486,8 @@ __device__ __forceinline__ void list_body(Block& block, bool projected) {
 }
 
 // Barriers of a block: of those who multiply (__syncthreads), of them and those who add, two for each of the sums, whether
-// it is full, and whether it is empty, of those who add (7), of each team that attends, and of the end of a round.
-constexpr int FIRST_OF_TEAMS = 8, END_OF_ROUND = 15;
-static_assert(FIRST_OF_TEAMS + WARPS_A_BLOCK / 4 <= END_OF_ROUND, "barriers");
+// it is full, and whether it is empty, of those who add (7), and of each team that attends.
+constexpr int FIRST_OF_TEAMS = 8;
 constexpr int TEAM = THREADS + ADDERS * 32;
 __device__ __forceinline__ void sync_team() { named_sync(2, TEAM); }
 __device__ __forceinline__ int full(int turn) { return 3 + turn; }
@@ -1330,18 +1343,14 @@ __device__ __noinline__ void prepare(Block& block, const Candidates made, int in
   }
   __syncthreads();  // whoever used this memory before
   if (!entry.decides(block)) select_sample_part::store_noise(block.prepared.noise, block.request[entry.row], entry.depth, entry.use(block));
+  __syncwarp();
 }
 
 // All who multiply or add: this block has come to the end of a round when its heads are applied.
-__device__ __forceinline__ void end_round(Block& block, const Stream& stream) {
-  if (stream.adds()) {
-    named_sync(END_OF_ROUND, TEAM);
-    if (threadIdx.x == THREADS) arrive(block.model.counter + 1);
-    __syncwarp();
-  } else {
-    if (threadIdx.x == 0) block.rounds_ended++;
-    named_arrive(END_OF_ROUND, TEAM);
-  }
+__device__ __forceinline__ void end_round(Block& block) {
+  sync_team();
+  if (threadIdx.x == 0) block.rounds_ended++, arrive(block.model.counter + 1);
+  __syncwarp();
 }
 __device__ __forceinline__ bool ended_by_all(const Block& block) { return arrived(block.model.counter + 1) >= block.rounds_ended * CTAS; }
 
@@ -1356,8 +1365,6 @@ __device__ __forceinline__ void wait_for_all(Block& block) {
   __syncthreads();
 }
 
-// What a block wants of an entry: its pick, the law alone, or what becomes of the draft behind it.
-enum Aim { PICK, WEIGH, DECIDE };
 constexpr u32 UNDECIDED = 0xFFFFFFFFu;  // a draft whose law is of many codes
 
 // What a draft is kept by, and what replaces it.
@@ -1441,17 +1448,6 @@ struct EntryOut {
   }
 };
 
-// Where the logits of an entry are, what they are of, and what is wanted; `law` gets the law, of a decision if it is of many.
-struct Selection {
-  const uint4* logits;
-  u32 heads;  // their use
-  int row, depth, use;
-  Aim aim;
-  float* law;
-  uint2* piece;  // of a decision
-  u32 tag;
-};
-
 // All threads of a block, for a law of many codes.
 __device__ __noinline__ u32 decide_among_many(Block& block, const Decision decision, const float* law) {
   auto& accept = block.scratch.accept;
@@ -1466,12 +1462,19 @@ __device__ __noinline__ u32 decide_among_many(Block& block, const Decision decis
   return accept_part::draw_excess(accept.pick, excess, {law, decision.draft_law, decision.request.seed, decision.request.frame, decision.depth});
 }
 
+// What the block's selection is decided by.
+__device__ __forceinline__ Decision decision_of(const Block& block) {
+  const Selection& of = block.selection;
+  return {block.request[of.row], u32(of.depth), block.draft, block.word, block.draft_share, block.prepared.draft_law};
+}
+
 // All threads of a block: what few_row cannot do.
-__device__ __noinline__ void select_slowly(Block& block, const Selection of, const Decision decision) {
+__device__ __noinline__ void select_slowly(Block& block) {
+  const Selection of = block.selection;
+  const Decision decision = decision_of(block);
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
   __syncthreads();  // whoever used this memory before
-  // The noise is that of a pick; nobody asks for it otherwise.
-  select_sample_part::select_row(block.scratch.select, DueLogits{of.logits, of.heads, block.prepared.noise.of_code}, decision.request, of.depth, G - 1, of.use, of.law,
+  select_sample_part::select_row(block.scratch.select, DueLogits{of.logits, of.heads, of.aim == PICK ? block.prepared.noise.of_code : nullptr}, decision.request, of.depth, G - 1, of.use, of.law,
                                  of.aim == WEIGH, block.model.errors + of.row, out);
   __syncthreads();
   if (of.aim == DECIDE && same(int(block.pick)) == int(UNDECIDED)) {
@@ -1482,12 +1485,13 @@ __device__ __noinline__ void select_slowly(Block& block, const Selection of, con
   __syncwarp();
 }
 
-// All threads of a block; the code stands in `block.pick`.
-__device__ __noinline__ void select_entry(Block& block, const Selection of) {
+// All threads of a block: block.selection, which one thread has set; the code stands in `block.pick`.
+__device__ __noinline__ void select_entry(Block& block) {
   __syncthreads();  // whoever used this memory before
-  const Decision decision = {block.request[of.row], u32(of.depth), block.draft, block.word, block.draft_share, block.prepared.draft_law};
+  const Selection of = block.selection;
+  const Decision decision = decision_of(block);
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
-  const DueLogits logits = {of.logits, of.heads, block.prepared.noise.of_code};
+  const DueLogits logits = {of.logits, of.heads, nullptr};
   const bool done = same(of.aim) != PICK && select_sample_part::few_row(block.scratch.select, logits, decision.request, of.aim == WEIGH ? of.law : nullptr, out);
   // While the first warp decides another one finds out whether what it comes to may be stored.
   if (of.aim == DECIDE && same(warp_id()) == 1) {
@@ -1495,7 +1499,7 @@ __device__ __noinline__ void select_entry(Block& block, const Selection of) {
     if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
   }
   __syncthreads();  // also for the compiler, which otherwise loses sight of the lanes around a call
-  if (!same(done)) select_slowly(block, of, decision);
+  if (!same(done)) select_slowly(block);
   __syncwarp();
 }
 
@@ -1522,7 +1526,8 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
   u32 code;
   const bool raced = of.aim == PICK && select_sample_part::race_row(block.scratch.select, DueLogits{of.logits, of.heads, block.prepared.noise.of_code}, block.request[entry.row], code);
   if (!raced) {
-    select_entry(block, of);
+    if (threadIdx.x == 0) block.selection = of;
+    select_entry(block);
     code = u32(same(int(block.pick)));
   }
   if (entry.checks && of.aim == PICK && code == block.draft) code |= KEPT;
@@ -1572,10 +1577,12 @@ __device__ __noinline__ void settle_entry(Block& block, const Uses uses, const C
   if (goes_on && entry.depth < G - 1) embed(block, uses.pass + 1, place, embedding(block.model, entry.depth, code));
 }
 
-// All threads of a block without rows, if there are such: the laws of the drafts behind the code of last depth of each row.
-// `made`: of the round that picked them.
-__device__ __forceinline__ void weigh_drafts(Block& block, const Uses& uses, const Candidates made) {
-  const int desk = this_desk(), tasks = made.batch * made.drafts;
+// All threads of a block without rows, if there are such: the laws of the drafts behind each row's last code, which were picked in
+// `round`, from heads of this use.
+__device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
+  const int width = same(block.full), desk = this_desk();
+  const Candidates made = {same(block.batch), round == 0 ? 2 : width, width - 1, round};
+  const int tasks = made.batch * made.drafts;
   if (desk >= LAW_DESKS) return;
 #pragma unroll 1
   for (int index = desk; index < tasks; index += LAW_DESKS) {
@@ -1586,7 +1593,8 @@ __device__ __forceinline__ void weigh_drafts(Block& block, const Uses& uses, con
     const u32 code = told(block, block.exchange.draft_codes + piece, made.tag());
     wait_for_all(block);  // who read this memory two rounds ago
     float* const law = block.model.draft_laws + made.draft_law(row, behind);
-    select_entry(block, {block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind), uses.heads, row, last + behind, USE_DRAFT, WEIGH, law, nullptr, 0});
+    if (threadIdx.x == 0) block.selection = {block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind), heads, row, last + behind, USE_DRAFT, WEIGH, law, nullptr, 0};
+    select_entry(block);
     if (threadIdx.x == 0) store_released(block.exchange.draft_shares + piece, make_uint2(__float_as_uint(law[code]), made.tag()));
     __syncwarp();
   }
@@ -1648,14 +1656,14 @@ __device__ __forceinline__ u32 set_of_heads(const Block& block, int columns, int
   return warp_or(heads);
 }
 
-// All who multiply or add: the heads of a set, what is picked, and what becomes of it.
-__device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, u32 heads, const Candidates made) {
+// All who multiply or add: the heads that are needed, what is picked, and what becomes of it.
+__device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, const Candidates made) {
   const int desk = this_desk();
   // Who has no rows of the heads prepares meanwhile.
   const bool early = !Head::mine(0) && !stream.adds();
   if (early && desk < made.all()) prepare(block, made, desk);
-  run_heads(block, stream, heads, made.columns(), made.drafts + 1, made.first_logits());
-  if (made.drafts > 0) end_round(block, stream);
+  run_heads(block, stream, set_of_heads(block, made.columns(), made.drafts), made.columns(), made.drafts + 1, made.first_logits());
+  if (made.drafts > 0) end_round(block);
   if (stream.adds()) return;
   int turn = 0;
 #pragma unroll 1
@@ -1697,23 +1705,25 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     embed(block, 1, desk * 2 + 1, embedding(model, 0, model.codes[desk * G]));
   }
 
-  bool ahead = true;  // the weights of the pass are on their way: it was known that there would be one
+  // Whether it is known by the plan of a round that another one follows, whose weights may be on their way then.
+  const auto followed = [&](int round) {
+    return round == 0 ? G > 2 : bool(__any_sync(ALL_LANES, lane_id() < batch && block.last[lane_id() % MAX_BATCH] + 1 + drafts < G - 1));
+  };
 #pragma unroll 1
-  for (int round = 0;; round++) {
+  for (int round = 0;; round = int(uses.pass)) {  // as many passes as rounds
+    const bool ahead = round == 0 || followed(round - 1);
     if (round > 0) {
       plan_round(block, round);
       if (same(block.finished)) break;
     }
     uses.pass++;
     const Candidates made = {batch, round == 0 ? 2 : drafts + 1, drafts, round};
-    const u32 heads = set_of_heads(block, made.columns(), drafts);
     if (!ahead) stream.push(BODY);
-    if (round > 0) stream.push(heads);
-    ahead = round == 0 ? G > 2 : __any_sync(ALL_LANES, lane_id() < batch && block.last[lane_id() % MAX_BATCH] + 1 + drafts < G - 1);
-    if (ahead) stream.push(BODY);
-    if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, uses, {batch, round == 1 ? 2 : drafts + 1, drafts, round - 1});
+    if (round > 0) stream.push(set_of_heads(block, made.columns(), drafts));
+    if (followed(round)) stream.push(BODY);
+    if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, uses.heads, round - 1);
     run_pass<HAS_PROJECTION>(block, stream, batch, made.width);
-    apply_and_pick(block, stream, heads, made);
+    apply_and_pick(block, stream, made);
   }
 
   if (stream.adds()) return;

@@ -374,7 +374,7 @@ struct ExactScore {
     return word_of(philox(request.seed, request.frame, depth, use, code / 4), code % 4);
   }
   __device__ __forceinline__ float noise(u32 code) const {
-    if constexpr (Source::KNOWS_NOISE) return logits.noise[code];
+    if constexpr (Source::KNOWS_NOISE) return logits.noise ? logits.noise[code] : 0;  // where nobody asks for a pick there is none
     else return gumbel(word(code));
   }
   __device__ __forceinline__ double operator()(u32 code) const {
