@@ -18,8 +18,11 @@ __device__ __forceinline__ void sync_participants() { shim::barrier_of(PARTICIPA
 __device__ __forceinline__ void sync_participants() { asm volatile("bar.sync 1, %0;" ::"n"(PARTICIPANTS) : "memory"); }
 #endif
 #define __syncthreads sync_participants
+// What a large kernel seldom runs: in line other instructions would have to be fetched around it.
+#define SELDOM __noinline__
 #else
 #define PARTICIPANTS blockDim.x
+#define SELDOM __forceinline__
 #endif
 #define ALL_LANES 0xFFFFFFFFu
 #define MINUS_INFINITY __uint_as_float(0xFF800000u)
@@ -220,10 +223,9 @@ __device__ __forceinline__ void pick_contend(Pick& s, u32 code) {
   if (slot < 32) s.code[slot] = code;
 }
 
-// Step 4, one warp: the code whose exact score is best, ties to the lower one. There is seldom more than one, and what is
-// seldom run is not put in line, where other instructions would have to be fetched around it.
+// Step 4, one warp: the code whose exact score is best, ties to the lower one. There is seldom more than one.
 template <class Exact>
-__device__ __noinline__ u32 settle_exactly(const Pick& s, Exact exact_score) {
+__device__ SELDOM u32 settle_exactly(const Pick& s, Exact exact_score) {
   const bool mine = lane_id() < int(min(s.contenders, 32u));
   u32 code = mine ? s.code[lane_id()] : 0xFFFFFFFFu;
   u64 best = mine ? order_key(exact_score(code)) : 0;

@@ -1,8 +1,8 @@
 // fused_frame and fused_pass: the whole CodePredictor in one persistent cooperative kernel.
 //
 // fused_frame decodes one frame for every row of a batch: prefill of two positions, then rounds of a verify pass, the heads
-// of its targets and of all drafts that may follow, select, accept, until every row is complete, and the sum of the frame's
-// embeddings. fused_pass runs one pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand
+// of its targets and of all drafts that may follow, picks and decisions, until every row is complete, and the sum of the
+// frame's embeddings. fused_pass runs one pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand
 // in front of this file.
 //
 // Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product), one
@@ -152,9 +152,10 @@ struct Part {
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
 // stored something that the writer has waited for. So a reader finds the use before, or its own; in a column that no pass
 // had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Who stores nothing that is waited for may be
-// late: a block that keeps keys and values and has no query of its own, one that picks drafts that are not taken. So with
-// drafts all that enters the next pass waits until those who multiply have come to the end of the round in all blocks; those
-// who add store only what is picked before that end. Without drafts all have queries, and all that is picked enters.
+// late: a block that keeps keys and values and has no query of its own, one whose logits are of drafts that are not taken. So
+// with drafts all that enters the next pass waits until all who multiply or add, in all blocks, are done with the heads, which
+// is the end of a round; who picks or weighs drafts later than that reads what has turns (see Candidates). Without drafts all
+// have queries, and all that is picked enters.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
 // The logits of a thread that picks stand apart, those of a warp together. Where the pair of an even code stands:
@@ -1374,7 +1375,7 @@ struct Decision {
   float draft_share;
   const float* draft_law;
 
-  __device__ __noinline__ static bool keeps_exactly(u32 word, float share, float draft_share) { return uniform(word) < double(share) / double(draft_share); }
+  __device__ SELDOM static bool keeps_exactly(u32 word, float share, float draft_share) { return uniform(word) < double(share) / double(draft_share); }
   __device__ __forceinline__ bool keeps(float share) const {
     // Nearly always a float knows.
     const float number = float(uniform_ticks(word)) * (1.0f / 33554432), ratio = __fdividef(share, draft_share);
@@ -1449,7 +1450,7 @@ struct EntryOut {
 };
 
 // All threads of a block, for a law of many codes.
-__device__ __noinline__ u32 decide_among_many(Block& block, const Decision decision, const float* law) {
+__device__ SELDOM u32 decide_among_many(Block& block, const Decision decision, const float* law) {
   auto& accept = block.scratch.accept;
   auto& excess = accept.of_draft[0];
   if (threadIdx.x == 0) excess.listed = 0, pick_reset(accept.pick);
@@ -1469,7 +1470,7 @@ __device__ __forceinline__ Decision decision_of(const Block& block) {
 }
 
 // All threads of a block: what few_row cannot do.
-__device__ __noinline__ void select_slowly(Block& block) {
+__device__ SELDOM void select_slowly(Block& block) {
   const Selection of = block.selection;
   const Decision decision = decision_of(block);
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
@@ -1665,19 +1666,17 @@ __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, con
   run_heads(block, stream, set_of_heads(block, made.columns(), made.drafts), made.columns(), made.drafts + 1, made.first_logits());
   if (made.drafts > 0) end_round(block);
   if (stream.adds()) return;
-  int turn = 0;
 #pragma unroll 1
   for (int entry = desk; entry < made.all(); entry += CTAS) {  // a block an entry
     __syncthreads();  // for the compiler, as above
     if (!early || entry != desk) prepare(block, made, entry);
-    pick_entry(block, stream.uses, made, entry, block.picked[turn++]);
+    pick_entry(block, stream.uses, made, entry, block.picked[entry / CTAS]);
   }
   if (made.drafts == 0) return;
-  turn = 0;
 #pragma unroll 1
   for (int entry = desk; entry < made.all(); entry += CTAS) {
     __syncthreads();
-    settle_entry(block, stream.uses, made, entry, block.picked[turn++]);
+    settle_entry(block, stream.uses, made, entry, block.picked[entry / CTAS]);
   }
 }
 

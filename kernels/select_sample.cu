@@ -640,9 +640,9 @@ __device__ __forceinline__ bool few_row(Shared& s, const Source& logits, const R
 }
 
 // All threads: the law of a row of which top-k, counted already where it does, leaves many, and its pick, which the first warp
-// gets. Not in line, see settle_exactly.
+// gets.
 template <class Source>
-__device__ __noinline__ u32 select_many(Shared& s, Row row, u32 alive, const Source logits, const Request request, u32 depth, u32 use, float* law) {
+__device__ SELDOM u32 select_many(Shared& s, Row row, u32 alive, const Source logits, const Request request, u32 depth, u32 use, float* law) {
   u32 digit[ITEMS];
   const int top_k = top_k_of(request);
   const double top_p = top_p_of(request);

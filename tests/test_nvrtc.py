@@ -58,9 +58,9 @@ def test_the_fused_kernel_compiles(arch: str) -> None:
     assert set(compiled) == {("fused_frame", arch), ("fused_pass", arch)}
     stores = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", report, re.DOTALL)
     spilled = {name: int(nbytes) for name, nbytes in stores}
-    # A pass is all products and attention. A frame keeps some of a round's state for the calls of select and accept.
+    # A pass is all products and attention. A frame keeps some of a round's state for the calls of picks and decisions.
     assert spilled["fused_pass"] == 0, report
-    assert spilled["fused_frame"] <= (0 if arch == "sm_90" else 16), report
+    assert spilled["fused_frame"] <= {"sm_90": 0}.get(arch, 24 if int(arch[3:]) < 90 else 72), report
     assert max(spilled.values()) <= (0 if arch == "sm_90" else 144), report
     assert "warning" not in report, report
 
