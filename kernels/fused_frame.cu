@@ -1476,7 +1476,7 @@ __device__ SELDOM void select_slowly(Block& block) {
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
   __syncthreads();  // whoever used this memory before
   select_sample_part::select_row(block.scratch.select, DueLogits{of.logits, of.heads, of.aim == PICK ? block.prepared.noise.of_code : nullptr}, decision.request, of.depth, G - 1, of.use, of.law,
-                                 of.aim == WEIGH, block.model.errors + of.row, out);
+                                 of.aim == WEIGH, block.model.errors, of.row, out);
   __syncthreads();
   if (of.aim == DECIDE && same(int(block.pick)) == int(UNDECIDED)) {
     const u32 found = decide_among_many(block, decision, of.law);
@@ -1567,15 +1567,14 @@ __device__ __noinline__ void settle_entry(Block& block, const Uses uses, const C
   }
   __syncthreads();
   const int first = same(block.first_to_go), code = same(int(picked));
-  const int place = entry.row * (made.drafts + 1) + entry.behind;
-  if (target ? first >= 0 : made.round > 0 && first != entry.offset) return;
-  const bool goes_on = !target || !(code & KEPT);
-  if (threadIdx.x == 0) {
+  const bool taken = target ? first < 0 : made.round == 0 || first == entry.offset, goes_on = taken && !(code & KEPT);
+  if (threadIdx.x == 0 && taken) {
     if (target) commit(block, made, entry, code & ~KEPT, goes_on);
     else store_whole(block.exchange.draft_codes + made.piece(entry.row, entry.behind - 1), make_uint2(u32(code), made.tag()));
   }
   __syncwarp();
-  if (goes_on && entry.depth < G - 1) embed(block, uses.pass + 1, place, embedding(block.model, entry.depth, code));
+  if (goes_on && entry.depth < G - 1) embed(block, uses.pass + 1, entry.row * (made.drafts + 1) + entry.behind, embedding(block.model, entry.depth, code));
+  __syncwarp();
 }
 
 // All threads of a block without rows, if there are such: the laws of the drafts behind each row's last code, which were picked in

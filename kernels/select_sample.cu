@@ -668,7 +668,7 @@ __device__ SELDOM u32 select_many(Shared& s, Row row, u32 alive, const Source lo
 // barrier follows before anyone reads what was stored, or uses `s` again.
 template <class Source, class Out>
 __device__ __forceinline__ void select_row(Shared& s, const Source& logits, const Request& request, int depth, int deepest, int use, float* law,
-                                           bool law_of_few, int* errors, const Out& out) {
+                                           bool law_of_few, int* errors, int row_of_batch, const Out& out) {
   Row row;
   if constexpr (!Source::KNOWS_NOISE) logits.load(row.logit);  // on their way while memory is cleared
   s.by_count.clear();
@@ -683,7 +683,7 @@ __device__ __forceinline__ void select_row(Shared& s, const Source& logits, cons
     if (law) store_row(law, one_hot);
     if (threadIdx.x == 0) {
       out.none();
-      atomicMin(errors, depth);
+      atomicMin(&errors[row_of_batch], depth);
     }
     return;
   }
@@ -716,13 +716,14 @@ __device__ __forceinline__ void select_row(Shared& s, const Source& logits, cons
 // The first warp: the pick, for one entry of `codes`.
 struct CodeOut {
   Pick& pick;
-  int* code;
+  int* codes;
+  int entry;
 
-  __device__ __forceinline__ void none() const { *code = 0; }
+  __device__ __forceinline__ void none() const { codes[entry] = 0; }
   template <class Exact>
   __device__ __forceinline__ void few(const Kept& kept, const Exact& exact_score) const { many(warp_pick(pick, kept.score, kept.code, exact_score)); }
   __device__ __forceinline__ void many(u32 picked) const {
-    if (lane_id() == 0) *code = picked;
+    if (lane_id() == 0) codes[entry] = picked;
   }
 };
 
@@ -734,7 +735,7 @@ KERNEL __launch_bounds__(THREADS, 1) select_sample(const float* __restrict__ log
   const int row = blockIdx.y, entry = row * gridDim.x + blockIdx.x;
   const Request request = requests[row];
   select_row(s, Logits{logits + u64(entry) * V}, request, last[row] + 1 + blockIdx.x, deepest, use,
-             laws ? laws + u64(entry) * V : nullptr, true, errors + row, CodeOut{s.pick, codes + entry});
+             laws ? laws + u64(entry) * V : nullptr, true, errors, row, CodeOut{s.pick, codes, entry});
 }
 
 #undef ITEMS
