@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kernel_shim
 import numpy as np
 import pytest
 from kernel_cases import (
@@ -34,6 +35,7 @@ from trt_cpspec import cuda_sampling as twin
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.cuda_sampling import NO_ERROR, REQUEST, FrameState, KernelCalls, KernelSizes
 from trt_cpspec.errors import ConfigError
+from trt_cpspec.nvrtc import Call
 from trt_cpspec.sampling import Use, law, uniforms
 
 Array = NDArray[Any]
@@ -303,6 +305,60 @@ def test_the_baseline_samples_the_same_codes(make: MakeKernels) -> None:
     np.testing.assert_array_equal(kernels.backend.download(addresses["codes"], arrays["codes"]), expected.codes)
     laws = kernels.backend.download(addresses["laws"], arrays["laws"])
     np.testing.assert_allclose(laws, expected.laws, rtol=0, atol=1e-6)
+
+
+FEW = """
+struct LawAlone { __device__ void weighed(const Kept&) const {} };
+KERNEL few(const float* logits, const Request* requests, float* laws, int* found) {
+  __shared__ Shared s;
+  const u64 row = u64(blockIdx.x) * V;
+  found[blockIdx.x] = few_row(s, Logits{logits + row}, requests[blockIdx.x], laws + row, LawAlone{});
+}
+"""
+"""A kernel for the part of select_sample.cu that only the fused kernel uses."""
+
+
+@pytest.mark.parametrize("codebook", [1000, 2048])
+def test_the_way_by_a_bar_keeps_what_the_law_keeps(
+    codebook: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It finds the law, ties at the border of top-k and all, or says that it does not."""
+    sizes, text = sizes_of(codebook), kernel_shim.source_text("select_sample")
+    monkeypatch.setattr(kernel_shim, "source_text", lambda _: text + FEW)
+    monkeypatch.setattr(kernel_shim, "source_of", lambda _: "select_sample")
+    monkeypatch.setitem(kernel_shim.SOURCES, "select_sample", ("few",))
+    backend = HostKernels(sizes.macros(), tmp_path)
+    random = np.random.default_rng(codebook)
+    plain = random.standard_normal((6, codebook)).astype(np.float32) * 3
+    tied = np.round(plain * 4) / 4  # a dozen codes share each of the values around the border
+    hidden = np.where(random.random(plain.shape) < 0.98, np.float32(-np.inf), plain)  # fewer than top-k are left
+    far = plain.copy()
+    far[:, 7] = 3e38
+    no_law = np.stack([np.full(codebook, -np.inf), np.full(codebook, np.nan), np.full(codebook, np.inf)])
+    flat = np.zeros((1, codebook))
+    logits = np.concatenate([plain, tied, hidden, far, no_law, flat]).astype(np.float32)
+    found_once = 0
+    for params in (
+        *(SamplingParams(top_k=top_k) for top_k in (1, 2, 20, 50, 63, 64)),
+        SamplingParams(temperature=0), SamplingParams(temperature=40), SamplingParams(top_k=65),
+        SamplingParams(top_p=0.9), SamplingParams(top_k=0),
+    ):  # fmt: skip
+        arrays = {
+            "logits": logits, "requests": requests([(params.top_k, params.top_p, params.temperature)] * len(logits)),
+            "laws": np.full(logits.shape, np.nan, np.float32), "found": np.full(len(logits), UNTOUCHED, np.int32),
+        }  # fmt: skip
+        places = {name: backend.upload(array) for name, array in arrays.items()}
+        backend.run(Call("few", (len(logits), 1, 1), sizes.threads, tuple(places.values())))
+        laws, found = (backend.download(places[name], arrays[name]) for name in ("laws", "found"))
+        assert set(found.tolist()) <= {0, 1}
+        assert not found[-4:].any()
+        assert found[:6].all() or params.top_p < 1 or params.top_k in (0, 64, 65)
+        found_once += found.sum()
+        for row in np.flatnonzero(found):
+            wanted = law(logits[row].astype(np.float64), params)
+            assert same_support(laws[row], wanted), (params, row)
+            np.testing.assert_allclose(laws[row], wanted, rtol=1e-5, atol=1e-12)
+    assert found_once > 120
 
 
 # -------------------------------------------------------------------------------------------------------------- accept
