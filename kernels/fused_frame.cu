@@ -2,8 +2,8 @@
 //
 // fused_frame decodes one frame for every row of a batch: prefill of two positions, then rounds of a verify pass, the heads
 // of its targets and of all drafts that may follow, picks and decisions, until every row is complete, and the sum of the
-// frame's embeddings. fused_pass runs one pass over given rows and returns their hidden states. select_sample.cu and accept.cu stand
-// in front of this file.
+// frame's embeddings. fused_pass runs one pass over given rows and returns their hidden states. select_sample.cu and accept.cu
+// stand in front of this file.
 //
 // Layout   model: the addresses of Model below, in device memory. Weights are packed for the grid (see Product), one
 //          kind of matrix behind the other. Working memory of a pass: columns are [B * W], column row * W + i for
@@ -145,6 +145,11 @@ struct Part {
 
 // ------------------------------------------------------------------------------------------------------------ exchange
 
+// The logits of a thread that picks stand apart, those of a warp together. Where the pair of an even code stands:
+constexpr int CODES_A_THREAD = sizeof(select_sample_part::Row::logit) / sizeof(float), CODE_THREADS = (V + CODES_A_THREAD - 1) / CODES_A_THREAD;
+constexpr int LOGIT_PIECES = CODES_A_THREAD / 2 * CODE_THREADS;
+__device__ __forceinline__ int logit_place(int code) { return code % CODES_A_THREAD / 2 * CODE_THREADS + code / CODES_A_THREAD; }
+
 // What the blocks of a grid tell each other lies here, in pieces of 16 or 8 bytes that are seen whole or not at all, each
 // with a tag. A reader loads a piece until its tag is the one of the use that is due. Words are four split values, with a
 // tag of two bits. A pair is two times a float and a tag of 32 bits, the number of the use.
@@ -158,11 +163,6 @@ struct Part {
 // have queries, and all that is picked enters.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
-// The logits of a thread that picks stand apart, those of a warp together. Where the pair of an even code stands:
-constexpr int CODES_A_THREAD = sizeof(select_sample_part::Row::logit) / sizeof(float), CODE_THREADS = (V + CODES_A_THREAD - 1) / CODES_A_THREAD;
-constexpr int LOGIT_PIECES = CODES_A_THREAD / 2 * CODE_THREADS;
-__device__ __forceinline__ int logit_place(int code) { return code % CODES_A_THREAD / 2 * CODE_THREADS + code / CODES_A_THREAD; }
-
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;
 struct Exchange {
   uint4 *embeds, *input_words, *hidden_words, *mixed, *activated;           // of HT | H | H | Q_WIDTH | INTER values, see words_of
@@ -561,8 +561,8 @@ __device__ __forceinline__ int computed_here(int value) {
 
 // What a product is made of, for those who multiply and those who add:
 // Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; uint4* words(): where the split values of
-//        all columns will be, IN of each; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32 use() of
-//        those; Place place(int column, int out): where four results go, and what of them this block knows before; void
+//        all columns will be, IN of each; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32
+//        use() of those; Place place(int column, int out): where four results go, and what of them this block knows before; void
 //        store(const Place&, float4 sums, bool valid, int apart), all lanes: the next four are `apart` lanes away. The
 //        result of a paired matrix is silu(first) times second.
 
@@ -1355,12 +1355,15 @@ __device__ __forceinline__ void end_round(Block& block) {
 }
 __device__ __forceinline__ bool ended_by_all(const Block& block) { return arrived(block.model.counter + 1) >= block.rounds_ended * CTAS; }
 
-// All who multiply: wait until all blocks have come to the end of as many rounds as this one.
+// One warp, and all who multiply: wait until all blocks have come to the end of as many rounds as this one.
+__device__ __forceinline__ void await_all(Block& block) {
+  for (u32 polls = 0; __any_sync(ALL_LANES, !ended_by_all(block));) polled(polls);
+  if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
+}
 __device__ __forceinline__ void wait_for_all(Block& block) {
   __syncthreads();
   if (same(warp_id()) == 0 && same(block.rounds_waited != block.rounds_ended)) {
-    for (u32 polls = 0; __any_sync(ALL_LANES, !ended_by_all(block));) polled(polls);
-    if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
+    await_all(block);
     __syncwarp();
   }
   __syncthreads();
@@ -1495,10 +1498,7 @@ __device__ __noinline__ void select_entry(Block& block) {
   const DueLogits logits = {of.logits, of.heads, nullptr};
   const bool done = same(of.aim) != PICK && select_sample_part::few_row(block.scratch.select, logits, decision.request, of.aim == WEIGH ? of.law : nullptr, out);
   // While the first warp decides another one finds out whether what it comes to may be stored.
-  if (of.aim == DECIDE && same(warp_id()) == 1) {
-    for (u32 polls = 0; __any_sync(ALL_LANES, !ended_by_all(block));) polled(polls);
-    if (lane_id() == 0) block.rounds_waited = block.rounds_ended;
-  }
+  if (of.aim == DECIDE && same(warp_id()) == 1) await_all(block);
   __syncthreads();  // also for the compiler, which otherwise loses sight of the lanes around a call
   if (!same(done)) select_slowly(block);
   __syncwarp();
@@ -1520,7 +1520,7 @@ __device__ __forceinline__ void commit(const Block& block, const Candidates& mad
 __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int index, u32& picked) {
   const Entry entry(block, made, index);
   if (entry.depth <= 0) return;
-  const bool target = entry.behind == 0, told = target && made.round > 0 && made.drafts > 0;
+  const bool target = entry.behind == 0, tells = target && made.round > 0 && made.drafts > 0;  // all blocks, what becomes of a draft
   Selection of = {block.exchange.logits(made.first_logits() + entry.column * (made.drafts + 1) + entry.behind), uses.heads, entry.row, entry.depth, entry.use(block)};
   of.aim = entry.decides(block) ? DECIDE : PICK, of.law = of.aim == DECIDE ? block.model.laws + entry.column * V : nullptr;
   of.piece = block.exchange.decisions + made.piece(entry.row, entry.offset), of.tag = made.tag();
@@ -1537,7 +1537,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
     if (entry.depth < G - 1) embed(block, uses.pass + 1, entry.row, embedding(block.model, entry.depth, int(code)));
   } else if (threadIdx.x == 0) {
     picked = code;
-    if (told && of.aim == PICK) store_whole(of.piece, make_uint2(code, of.tag));
+    if (tells && of.aim == PICK) store_whole(of.piece, make_uint2(code, of.tag));
   }
   __syncwarp();
 }
@@ -1577,8 +1577,8 @@ __device__ __noinline__ void settle_entry(Block& block, const Uses uses, const C
   __syncwarp();
 }
 
-// All threads of a block without rows, if there are such: the laws of the drafts behind each row's last code, which were picked in
-// `round`, from heads of this use.
+// All threads of a block without rows, if there are such: the laws of the drafts behind each row's last code, which were picked
+// in `round`, from heads of this use.
 __device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
   const int width = same(block.full), desk = this_desk();
   const Candidates made = {same(block.batch), round == 0 ? 2 : width, width - 1, round};
@@ -1607,9 +1607,9 @@ __device__ __forceinline__ void plan_round(Block& block, int round) {
   if (same(warp_id()) == 0) {
     // Eight lanes a row, a lane a column.
 #pragma unroll
-    for (int start = 0; start < MAX_BATCH; start += 4) {
+    for (int start = 0; start < MAX_BATCH; start += 32 / MAX_WIDTH) {
       if (start >= batch) break;
-      const int row = start + lane_id() / MAX_WIDTH, offset = lane_id() % MAX_WIDTH;
+      const int row = start + lane_id() / MAX_WIDTH, offset = lane_id() % MAX_WIDTH, first_lane = lane_id() & ~(MAX_WIDTH - 1);
       int last = row < batch ? block.last[row] : G, state = 0;
       if (round == 1) {
         last = 1, state = 1;
@@ -1621,8 +1621,8 @@ __device__ __forceinline__ void plan_round(Block& block, int round) {
         for (u32 polls = 0;; poll_again(polls)) {
           const uint2 piece = waits ? load_whole(block.exchange.decisions + made.piece(row, offset)) : make_uint2(0, made.tag());
           const u32 there = __ballot_sync(ALL_LANES, piece.y == made.tag()), kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
-          state = __ffs(~(kept >> (lane_id() & ~(MAX_WIDTH - 1)))) - 1;
-          if (!__any_sync(ALL_LANES, !(there >> (lane_id() & ~(MAX_WIDTH - 1)) >> state & 1))) break;
+          state = __ffs(~(kept >> first_lane)) - 1;
+          if (!__any_sync(ALL_LANES, !(there >> first_lane >> state & 1))) break;
         }
         if (last < G - 1) last += state + 1;
         else state = block.state[row < batch ? row : 0];

@@ -253,8 +253,8 @@ class FusedPlan:
             products = self.products
         except EngineError as error:
             return str(error)
-        # Those who add the prefill's last heads may be late, and an earlier row's pass could overwrite the norms that
-        # they wait for, if the blocks that store them did not need every row's codes for q, k and v first.
+        # Who adds the last heads of a pass waits for norms that the next pass overwrites. The end of a round, or every
+        # row's codes where there are no drafts, now keeps it from that for these shapes too; no test shows it yet.
         if self.max_batch > 1 and products["o"].busy_blocks > products["qkv"].busy_blocks:
             return (
                 f"o_proj has rows for {products['o'].busy_blocks} blocks and q, k and v together for "
