@@ -8,7 +8,8 @@
 Every window decodes the same frames in turn, so that a slow minute of the machine falls on all of them. The Talker is
 a stand-in: hidden states drawn from a normal law. On a GPU the fused kernel stands beside the TensorRT engine, whose
 frame as one launch stands beside the loop that the host drives; one pass of each is timed alone, by graph replay and
-CUDA events.
+CUDA events. What sampling, drafting and accepting are of the fused kernel's frame is told by a build of it whose blocks
+note times.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 from synthetic_engine import built, code_predictor_only, spec_of
 from trt_cpspec.builder.build import BuildOptions
 from trt_cpspec.builder.engine import choose_backend
 
 from trt_cpspec import __version__
 from trt_cpspec.cli import reports_errors
+from trt_cpspec.config import SamplingParams
 from trt_cpspec.frame import CpSpecStats
-from trt_cpspec.fused import FusedSession
+from trt_cpspec.fused import FusedFrames, FusedSession
 from trt_cpspec.outputs import check_file
 from trt_cpspec.predictor import CodePredictor
 
@@ -82,7 +85,7 @@ def main(**options: Any) -> None:
             "machine": machine(),
             "options": {k: str(v) for k, v in options.items() if v is not None},
         }
-        report |= {"rows": [], "pass_us": {}}
+        report |= {"rows": [], "pass_us": {}, "picks": []}
         if options["device"] == "cpu":
             report["rows"] = measure(
                 CodePredictor.from_engine_dir(folder, device="cpu", threads=options["threads"]), options
@@ -104,6 +107,8 @@ def measure_on_gpu(predictor: CodePredictor, executor: str, options: dict[str, A
     rows = measure(predictor, options)
     for row in rows:
         row |= {"loop": executor, "host_us_alone": host_time(predictor, row["verify_size"], options["mode"])}
+    if executor == "fused":
+        report["picks"] = measure_picks(predictor, options)
     report["rows"] += rows
     if executor == "engine":
         predictor.drive_from_host()
@@ -119,6 +124,59 @@ def host_time(predictor: CodePredictor, verify_size: int, mode: Any, frames: int
         predictor.decode_frame(state, 5, seeds=1, frames=index, verify_size=verify_size, mode=mode)
         own.append(1e6 * (time.perf_counter() - started - (predictor.run_seconds - before)))
     return statistics.median(own[5:])
+
+
+NO_TIME = np.iinfo(np.uint64).max
+
+
+def measure_picks(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return for each window what sampling, drafting and accepting are of the fused kernel's frame."""
+    session: Any = predictor._session
+    device, (model, stamps) = session.device, session.model.stamped()
+    frames, rows, found = FusedFrames(model), options["batch"], []
+    blank, noted = np.full(stamps.shape, NO_TIME), np.empty(stamps.shape, np.uint64)
+    states = np.random.default_rng(0).standard_normal(
+        (options["warmup"] + options["frames"], rows, predictor.spec.talker_hidden_size)
+    )
+    for window in (predictor.window(int(word)) for word in options["windows"].split(",")):
+        frames.prepare(rows, window, options["mode"])
+        whole, between = [], []
+        for index, state in enumerate(states.astype(np.float32)):
+            device.upload(stamps, blank)
+            draws = [(SamplingParams(), seed, index) for seed in range(1, rows + 1)]
+            frames.decode(state, np.full(rows, index, np.int32), draws, window=window, mode=options["mode"])
+            device.download(noted, stamps)
+            device.synchronize()
+            if index >= options["warmup"]:
+                times = microseconds(noted)
+                whole.append(times[:, 0, 1].max())
+                between.append(between_passes(times))
+        found.append(
+            {
+                "verify_size": window.requested,
+                "us_per_frame": statistics.median(whole),
+                "us_per_pass": sum(map(sum, between)) / sum(map(len, between)),
+                "share": sum(map(sum, between)) / sum(whole),
+            }
+        )
+    return found
+
+
+def microseconds(stamps: NDArray[np.uint64]) -> np.ma.MaskedArray[Any, Any]:
+    """Return what a frame noted (``FusedModel.stamped``) in microseconds from its beginning; the rest is masked."""
+    times = np.ma.masked_array(stamps, stamps == NO_TIME)
+    return (times - times.min()) / 1000
+
+
+def between_passes(times: np.ma.MaskedArray[Any, Any]) -> list[float]:
+    """Return what lies behind each pass of a frame, in microseconds.
+
+    It begins where the first block has the logits of a target, and ends where the last block has the rows of the next
+    pass, or the frame ends. The heads of later targets and of drafts are in it, and what the stamps themselves cost.
+    """
+    entered, picked = times[:, 1:, 0].max(0), times[:, 1:, 1].min(0)
+    passes = entered.count()
+    return list(np.append(entered[1:passes], times[:, 0, 1].max()) - picked[:passes])
 
 
 def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -225,6 +283,11 @@ def table(report: dict[str, Any]) -> str:
     for executor, passes in report["pass_us"].items():
         times = ", ".join(f"{t['median']:.1f} us at {n}" for n, t in passes.items())
         lines.append(f"one pass of the {executor}, by positions: {times}")
+    for r in report["picks"]:
+        lines.append(
+            f"sampling, drafting and accepting at N = {r['verify_size']}: {100 * r['share']:.1f} % of a frame, "
+            f"{r['us_per_pass']:.1f} us a pass; by stamps, with which a frame takes {r['us_per_frame']:.1f} us"
+        )
     lines.append(
         "loop     N  ms/frame  quartiles          passes/frame  codes/round  outside the engine, us/frame, alone"
     )

@@ -277,7 +277,29 @@ struct ShortLaw {
   }
 };
 
-struct Block {
+// For measuring: when the rows of a pass had come to a block, and when logits that it picks from; of pass 0 when the launch
+// began and ended. stamps [CTAS, G, 2]: ns by the clock of the GPU, or what stood there if that is less. Only a build with
+// STAMPS has them; their address stands behind those of Model.
+enum Stamp { ENTERED, PICKED };
+template <bool THERE_ARE>
+struct Stamps {
+  __device__ __forceinline__ void find_stamps(const u64*) {}
+  __device__ __forceinline__ u64* stamp_of(u32, Stamp) const { return nullptr; }
+};
+template <>
+struct Stamps<true> {
+  u64* stamps;
+  __device__ __forceinline__ void find_stamps(const u64* address) { stamps = reinterpret_cast<u64*>(*address); }
+  __device__ __forceinline__ u64* stamp_of(u32 pass, Stamp what) const { return stamps + (blockIdx.x * G + pass) * 2 + what; }
+};
+// Whole warps.
+__device__ __forceinline__ void stamp(u64* to) {
+  if (!to) return;
+  if (threadIdx.x == 0) store_first_time(to);
+  __syncwarp();
+}
+
+struct Block : Stamps<STAMPS> {
   Model model;
   Exchange exchange;
   Part body[BODY_PARTS], head[Head::SLABS];
@@ -562,9 +584,9 @@ __device__ __forceinline__ int computed_here(int value) {
 // What a product is made of, for those who multiply and those who add:
 // Task:  u32 wanted(int tile): a bit for each of the tile's columns that there is; uint4* words(): where the split values of
 //        all columns will be, IN of each; WordTag tag() of them; of a NORMED task const uint4* squares(int column) and u32
-//        use() of those; Place place(int column, int out): where four results go, and what of them this block knows before; void
-//        store(const Place&, float4 sums, bool valid, int apart), all lanes: the next four are `apart` lanes away. The
-//        result of a paired matrix is silu(first) times second.
+//        use() of those; bool starts(): whether it is the first of a pass; Place place(int column, int out): where four
+//        results go, and what of them this block knows before; void store(const Place&, float4 sums, bool valid, int apart),
+//        all lanes: the next four are `apart` lanes away. The result of a paired matrix is silu(first) times second.
 
 // A warp that multiplies: its slice of the inner dimension, for one tile. Before the columns are waited for, as many weights
 // as there are registers for are in them.
@@ -611,6 +633,7 @@ __device__ __forceinline__ void multiply_tile(const Stream& stream, Sums& sums, 
   }
 #pragma unroll
   for (int i = 0; i < P::UNITS * 2; i++) WordTag::remove(words[i]);
+  if (task.starts()) stamp(stream.block.stamp_of(stream.uses.pass, ENTERED));
 
   // Sums that do not wait for each other.
   constexpr int CHAINS = P::GROUPS >= 4 ? 1 : P::GROUPS >= 2 ? 2 : 4;
@@ -740,6 +763,7 @@ struct Columns {
   const Block& block;
   const Uses& uses;
   __device__ __forceinline__ u32 wanted(int tile) const { return same(block.wanted[tile]); }
+  __device__ __forceinline__ bool starts() const { return false; }
 };
 
 // What makes the residual stream: the sum is added to what is there, and stored for the norm that follows.
@@ -760,6 +784,7 @@ struct StateTask : Columns<false> {
 };
 
 struct ProjectTask : StateTask {
+  __device__ __forceinline__ bool starts() const { return true; }
   __device__ __forceinline__ WordTag tag() const { return WordTag(uses.pass); }
   __device__ __forceinline__ uint4* words() const { return block.exchange.embeds; }
   __device__ __forceinline__ Place place(int column, int out) const {
@@ -810,6 +835,7 @@ struct QkvTask : Columns<true> {
   int layer;
   bool entered;
   using Place = FloatPlace;
+  __device__ __forceinline__ bool starts() const { return entered && !HAS_PROJECTION; }
   __device__ __forceinline__ u32 use() const { return entered ? uses.pass : uses.inner() - 1; }
   __device__ __forceinline__ WordTag tag() const { return WordTag(use()); }
   __device__ __forceinline__ uint4* words() const { return entered ? block.exchange.input_words : block.exchange.hidden_words; }
@@ -1181,6 +1207,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
     block.batch = batch, block.full = full;
     block.copies = max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1);
     list_body(block, projected);
+    block.find_stamps(addresses + sizeof(Model) / sizeof(u64));
   }
   if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
   sync_block();
@@ -1244,6 +1271,7 @@ struct DueLogits {
   const uint4* row;
   u32 use;
   const float* noise;
+  u64* stamps;  // where it is noted when they were there, or null
 
   template <int N>
   __device__ __forceinline__ void load(float (&values)[N]) const {
@@ -1261,6 +1289,7 @@ struct DueLogits {
       poll_again(polls);
     }
     __syncwarp();
+    stamp(stamps);
 #pragma unroll
     for (int i = 0; i < N; i++) values[i] = __uint_as_float(i % 2 ? pair[i / 2].z : pair[i / 2].x);
   }
@@ -1452,6 +1481,11 @@ struct EntryOut {
   }
 };
 
+// The logits that a block selects from; there are as many sets of heads as passes.
+__device__ __forceinline__ DueLogits logits_of(const Block& block, const Selection& of, const float* noise) {
+  return {of.logits, of.heads, noise, of.aim == WEIGH ? nullptr : block.stamp_of(of.heads, PICKED)};
+}
+
 // All threads of a block, for a law of many codes.
 __device__ SELDOM u32 decide_among_many(Block& block, const Decision decision, const float* law) {
   auto& accept = block.scratch.accept;
@@ -1478,7 +1512,7 @@ __device__ SELDOM void select_slowly(Block& block) {
   const Decision decision = decision_of(block);
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
   __syncthreads();  // whoever used this memory before
-  select_sample_part::select_row(block.scratch.select, DueLogits{of.logits, of.heads, of.aim == PICK ? block.prepared.noise.of_code : nullptr}, decision.request, of.depth, G - 1, of.use, of.law,
+  select_sample_part::select_row(block.scratch.select, logits_of(block, of, of.aim == PICK ? block.prepared.noise.of_code : nullptr), decision.request, of.depth, G - 1, of.use, of.law,
                                  of.aim == WEIGH, block.model.errors, of.row, out);
   __syncthreads();
   if (of.aim == DECIDE && same(int(block.pick)) == int(UNDECIDED)) {
@@ -1495,7 +1529,7 @@ __device__ __noinline__ void select_entry(Block& block) {
   const Selection of = block.selection;
   const Decision decision = decision_of(block);
   const EntryOut out = {block, of.aim, decision, of.piece, of.tag};
-  const DueLogits logits = {of.logits, of.heads, nullptr};
+  const DueLogits logits = logits_of(block, of, nullptr);
   const bool done = same(of.aim) != PICK && select_sample_part::few_row(block.scratch.select, logits, decision.request, of.aim == WEIGH ? of.law : nullptr, out);
   // While the first warp decides another one finds out whether what it comes to may be stored.
   if (of.aim == DECIDE && same(warp_id()) == 1) await_all(block);
@@ -1525,7 +1559,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
   of.aim = entry.decides(block) ? DECIDE : PICK, of.law = of.aim == DECIDE ? block.model.laws + entry.column * V : nullptr;
   of.piece = block.exchange.decisions + made.piece(entry.row, entry.offset), of.tag = made.tag();
   u32 code;
-  const bool raced = of.aim == PICK && select_sample_part::race_row(block.scratch.select, DueLogits{of.logits, of.heads, block.prepared.noise.of_code}, block.request[entry.row], code);
+  const bool raced = of.aim == PICK && select_sample_part::race_row(block.scratch.select, logits_of(block, of, block.prepared.noise.of_code), block.request[entry.row], code);
   if (!raced) {
     if (threadIdx.x == 0) block.selection = of;
     select_entry(block);
@@ -1688,6 +1722,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   const int desk = this_desk();
   if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
+  stamp(block.stamp_of(0, ENTERED));
   Stream stream{block, memory + BLOCK_BYTES, u32(same(warp_id()))};
   if (stream.warp == WARPS_A_BLOCK + ADDERS) return Producer(block, memory + BLOCK_BYTES).run();
   Uses& uses = stream.uses;
@@ -1738,6 +1773,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     }
     model.embedded[i] = sum;
   }
+  stamp(block.stamp_of(0, PICKED));
 }
 
 // One pass over rows that are given: inputs [B, W, H] f32 at positions [B, W] (negative: none), W <= 8; out: states

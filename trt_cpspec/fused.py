@@ -7,11 +7,12 @@ one launch. What the kernel does, and how its weights are packed, is in ``kernel
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ class FusedPlan:
         Dynamic shared memory of a block.
     threads : int
         Of a block.
+    stamped : bool
+        Whether a frame notes when what it waits for was there, for measuring (``Stamp`` of the kernel).
     """
 
     spec: CodePredictorSpec
@@ -149,6 +152,7 @@ class FusedPlan:
     blocks: int
     shared_bytes: int
     threads: int = THREADS
+    stamped: bool = False
 
     @property
     def max_batch(self) -> int:
@@ -221,7 +225,7 @@ class FusedPlan:
             "PARTICIPANTS": str(self.threads), "HELPERS": str(HELPERS), "MAX_GROUPS": str(max_groups),
             "MAX_BATCH": str(self.max_batch), "MAX_COPIES": str(MAX_COPIES),
             "HAS_PROJECTION": "true" if self.projected else "false", "RMS_EPS": f"{d.rms_norm_eps!r}f",
-            "SHARED_BYTES": str(self.shared_bytes),
+            "SHARED_BYTES": str(self.shared_bytes), "STAMPS": "true" if self.stamped else "false",
         }  # fmt: skip
 
     def call(self, kernel: str, arguments: tuple[Any, ...]) -> Call:
@@ -274,9 +278,9 @@ class FusedPlan:
 MODEL_FIELDS = (
     "weights", "bias", "input_norm", "post_norm", "final_norm", "head_norm", "rotary", "talker_table", "tables",
     "exchange", "hidden", "keys", "values", "laws", "draft_laws", "counter",
-    "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded",
+    "requests", "talker_hidden", "codes", "history", "rounds", "errors", "embedded", "stamps",
 )  # fmt: skip
-"""The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``."""
+"""The addresses that the kernel is given, in the order of ``Model`` in ``fused_frame.cu``, and its ``stamps``."""
 
 
 def model_arrays(plan: FusedPlan, folder: Path, talker_dir: Path) -> dict[str, NDArray[Any]]:
@@ -445,7 +449,7 @@ class FusedModel:
             raise EngineError(f"{folder}: {reason}")
         self.device, self.plan = device, plan
         self._library = KernelLibrary(plan.macros())
-        self._constant = {}
+        self._constant: dict[str, DeviceArray] = {}
         arrays = model_arrays(plan, folder, talker_dir)
         device.require(sum(array.nbytes for array in arrays.values()), f"{folder}: the weights of the fused kernel")
         for name, array in arrays.items():
@@ -454,6 +458,18 @@ class FusedModel:
             device.synchronize()  # the array goes away
         for kernel in ("fused_frame", "fused_pass"):
             self._library.load(kernel)
+
+    def stamped(self) -> tuple[FusedModel, DeviceArray]:
+        """Return a model of the same weights whose frames note times, and where: ``[blocks, G, 2]`` uint64.
+
+        A time is in ns of the GPU's clock; a frame leaves the least of what stands there and what it notes.
+        """
+        model, plan = copy.copy(self), replace(self.plan, stamped=True)
+        stamps = self.device.empty((plan.blocks, plan.spec.num_code_groups, 2), np.uint64)
+        model.plan, model._library = plan, KernelLibrary(plan.macros())
+        model._library.load("fused_frame")
+        model._constant = self._constant | {"stamps": stamps}
+        return model, stamps
 
     def table(self, work: Mapping[str, DeviceArray], io: Mapping[str, int]) -> DeviceArray:
         """Upload the addresses that a launch works with."""

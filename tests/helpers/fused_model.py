@@ -16,6 +16,7 @@ from trt_cpspec.fused import MODEL_FIELDS, FusedPlan, model_arrays, work_layout
 Array = NDArray[Any]
 UNTOUCHED = {"f": np.nan, "i": -9, "u": 0xFFF7FFF7}
 """What memory holds before the kernel writes it, by kind; as split words it is a NaN."""
+NO_TIME = np.uint64(2**64 - 1)
 
 
 class FusedModel:
@@ -23,6 +24,7 @@ class FusedModel:
 
     def __init__(self, kernels: Any, plan: FusedPlan, folder: Path, talker_dir: Path) -> None:
         self.kernels, self.plan = kernels, plan
+        self.stamps: Array | None = None
         self._constant = {name: kernels.upload(value) for name, value in model_arrays(plan, folder, talker_dir).items()}
 
     def passes(self, steps: list[tuple[Array, Array]], *, order: int = 0) -> list[Array]:
@@ -62,11 +64,14 @@ class FusedModel:
             "embedded": np.full((batch, self.plan.spec.talker_hidden_size), np.nan, np.float32),
         }
         arrays["codes"][:, 0] = code0
+        if self.plan.stamped:
+            arrays["stamps"] = np.full((self.plan.blocks, groups, 2), NO_TIME)
         after = self._run("fused_frame", arrays, (np.int32(batch), np.int32(drafts), np.int32(coupled)), order)
         assert (after["errors"] == NO_ERROR).all(), after["errors"]
         history = [
             [Round(*entry) for entry in after["history"][row, : after["rounds"][row]].tolist()] for row in range(batch)
         ]
+        self.stamps = after.get("stamps")
         size = drafts + 1 if drafts else 0
         window = Window(requested=size, verify_size=size)
         return FrameResult(codes=after["codes"], rounds=history, window=window, embedded=after["embedded"])

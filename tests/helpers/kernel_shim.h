@@ -117,6 +117,12 @@ inline void spin() {
   suspend(SPINNING);
 }
 
+// The clock: how often it has been read.
+inline uint64_t time() {
+  static uint64_t read = 0;
+  return ++read;
+}
+
 inline char* dynamic_shared() {
   const size_t start = reinterpret_cast<size_t>(group->shared.data());
   return group->shared.data() + (-start & 127);
