@@ -127,6 +127,8 @@ def host_time(predictor: CodePredictor, verify_size: int, mode: Any, frames: int
 
 
 NO_TIME = np.iinfo(np.uint64).max
+ENTERED, SCORED, PICKED = range(3)
+"""What is noted of a pass: ``Stamp`` of the kernel."""
 
 
 def measure_picks(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -140,7 +142,7 @@ def measure_picks(predictor: CodePredictor, options: dict[str, Any]) -> list[dic
     )
     for window in (predictor.window(int(word)) for word in options["windows"].split(",")):
         frames.prepare(rows, window, options["mode"])
-        whole, between = [], []
+        whole, between, since_first = [], [], []
         for index, state in enumerate(states.astype(np.float32)):
             device.upload(stamps, blank)
             draws = [(SamplingParams(), seed, index) for seed in range(1, rows + 1)]
@@ -149,14 +151,17 @@ def measure_picks(predictor: CodePredictor, options: dict[str, Any]) -> list[dic
             device.synchronize()
             if index >= options["warmup"]:
                 times = microseconds(noted)
-                whole.append(times[:, 0, 1].max())
-                between.append(between_passes(times))
+                whole.append(times[:, 0, SCORED].max())
+                of_frame = between_passes(times)
+                between.extend(of_frame[0])
+                since_first.extend(of_frame[1])
         found.append(
             {
                 "verify_size": window.requested,
                 "us_per_frame": statistics.median(whole),
-                "us_per_pass": sum(map(sum, between)) / sum(map(len, between)),
-                "share": sum(map(sum, between)) / sum(whole),
+                "us_per_pass": sum(between) / len(between),
+                "share": sum(between) / sum(whole),
+                "share_since_first": sum(since_first) / sum(whole),
             }
         )
     return found
@@ -168,15 +173,16 @@ def microseconds(stamps: NDArray[np.uint64]) -> np.ma.MaskedArray[Any, Any]:
     return (times - times.min()) / 1000
 
 
-def between_passes(times: np.ma.MaskedArray[Any, Any]) -> list[float]:
-    """Return what lies behind each pass of a frame, in microseconds.
+def between_passes(times: np.ma.MaskedArray[Any, Any]) -> NDArray[np.float64]:
+    """Return the microseconds behind each pass of a frame, ``[2, passes]``: since all, and since the first logits.
 
-    It begins where the first block has the logits of a target, and ends where the last block has the rows of the next
-    pass, or the frame ends. The heads of later targets and of drafts are in it, and what the stamps themselves cost.
+    They end where the last block has the rows of the next pass, or with the frame. They begin where the last block has
+    stored its logits of the last target, or where the first block that picks has those of a target, though the heads of
+    the other targets are still being applied then. The heads of drafts are in both, and what the stamps cost.
     """
-    entered, picked = times[:, 1:, 0].max(0), times[:, 1:, 1].min(0)
-    passes = entered.count()
-    return list(np.append(entered[1:passes], times[:, 0, 1].max()) - picked[:passes])
+    of_passes = times[:, 1 : times[:, 1:, ENTERED].any(0).sum() + 1]
+    ends = np.append(of_passes[:, 1:, ENTERED].max(0), times[:, 0, SCORED].max())
+    return np.asarray(ends - [of_passes[..., SCORED].max(0), of_passes[..., PICKED].min(0)])
 
 
 def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -286,7 +292,8 @@ def table(report: dict[str, Any]) -> str:
     for r in report["picks"]:
         lines.append(
             f"sampling, drafting and accepting at N = {r['verify_size']}: {100 * r['share']:.1f} % of a frame, "
-            f"{r['us_per_pass']:.1f} us a pass; by stamps, with which a frame takes {r['us_per_frame']:.1f} us"
+            f"{r['us_per_pass']:.1f} us a pass ({100 * r['share_since_first']:.1f} % since the first target's logits); "
+            f"by stamps, with which a frame takes {r['us_per_frame']:.1f} us"
         )
     lines.append(
         "loop     N  ms/frame  quartiles          passes/frame  codes/round  outside the engine, us/frame, alone"

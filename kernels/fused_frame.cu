@@ -260,7 +260,7 @@ struct Selection {
   int row, depth, use;
   Aim aim;
   float* law;
-  uint2* piece;  // of a decision
+  uint2* piece;  // where all blocks are told what came of it, but of a pick
   u32 tag;
 };
 
@@ -277,10 +277,10 @@ struct ShortLaw {
   }
 };
 
-// For measuring: when the rows of a pass had come to a block, and when logits that it picks from; of pass 0 when the launch
-// began and ended. stamps [CTAS, G, 2]: ns by the clock of the GPU, or what stood there if that is less. Only a build with
-// STAMPS has them; their address stands behind those of Model.
-enum Stamp { ENTERED, PICKED };
+// For measuring: when the rows of a pass had come to a block, when it had stored its logits of all targets, and when logits
+// that it picks from had come; of pass 0 when the launch began, and ended. stamps [CTAS, G, 3]: ns by the clock of the GPU,
+// or what stood there if that is less. Only a build with STAMPS has them; their address stands behind those of Model.
+enum Stamp { ENTERED, SCORED, PICKED };
 template <bool THERE_ARE>
 struct Stamps {
   __device__ __forceinline__ void find_stamps(const u64*) {}
@@ -290,12 +290,12 @@ template <>
 struct Stamps<true> {
   u64* stamps;
   __device__ __forceinline__ void find_stamps(const u64* address) { stamps = reinterpret_cast<u64*>(*address); }
-  __device__ __forceinline__ u64* stamp_of(u32 pass, Stamp what) const { return stamps + (blockIdx.x * G + pass) * 2 + what; }
+  __device__ __forceinline__ u64* stamp_of(u32 pass, Stamp what) const { return stamps + (blockIdx.x * G + pass) * 3 + what; }
 };
 // Whole warps.
 __device__ __forceinline__ void stamp(u64* to) {
   if (!to) return;
-  if (threadIdx.x == 0) store_first_time(to);
+  if (threadIdx.x % THREADS == 0) store_first_time(to);  // who multiplies, and who adds
   __syncwarp();
 }
 
@@ -309,7 +309,8 @@ struct Block : Stamps<STAMPS> {
   alignas(16) u32 used[WARPS_A_BLOCK];  // of each warp: the chunks of the stream that it is done with
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
-  int last[MAX_BATCH], state[MAX_BATCH];  // of each row: depth of the last committed code, and the column it was picked from
+  // Of each row: depth of the last committed code, and the column it was picked from; and of the plan that is being made.
+  int last[MAX_BATCH], state[MAX_BATCH], next_last[MAX_BATCH], next_state[MAX_BATCH];
   Request request[MAX_BATCH];
   Selection selection;  // what select_entry is to do
   u32 pick, told;     // a code, and what was told of a draft
@@ -1137,13 +1138,26 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
   }
 }
 
+// How many blocks attention is to keep away from, the last ones: those that pick, or, where there are not enough others, those
+// that pick targets. And a block's first task in attention, and how many tasks there are.
+__device__ __forceinline__ int copies_of(int batch, int useful) { return max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1); }
+__device__ __forceinline__ int desks_of(int batch, int drafts) {
+  const int targets = batch * (drafts + 1), all = targets * (drafts + 1);
+  return all + batch * KV_HEADS * copies_of(batch, drafts + 1) <= CTAS ? all : targets < CTAS ? targets : 0;
+}
+__device__ __forceinline__ int first_task(const Block& block) {
+  const int first = this_desk() - same(block.desks);
+  return first < 0 ? first + CTAS : first;
+}
+__device__ __forceinline__ int tasks_of(const Block& block) { return same(block.batch) * KV_HEADS * same(block.copies); }
+
 // All who multiply.
 __device__ __forceinline__ void attend(Block& block, const Stream& stream, int layer, int width) {
   const float* const gains = block.head_norm + layer * 2 * HEAD_DIM;
   const u32 use = stream.uses.layer;
-  const int copies = same(block.copies), tasks = same(block.batch) * KV_HEADS * copies, first = this_desk() - same(block.desks);
+  const int copies = same(block.copies), tasks = tasks_of(block);
 #pragma unroll 1
-  for (int index = first < 0 ? first + CTAS : first; index < tasks; index += CTAS) {
+  for (int index = first_task(block); index < tasks; index += CTAS) {
     __syncwarp();
     __syncthreads();  // keys and values of the last pass are there for all, and all have read the scores of the task before
     const AttentionTask task(block, index, layer, width, copies);
@@ -1156,9 +1170,9 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 
 // -------------------------------------------------------------------------------------------------------------- a pass
 
-// All threads of the grid; `uses.pass` is the pass already.
-template <bool PROJECTED>
-__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width) {
+// All threads of the grid; `uses.pass` is the pass already. Who multiplies does something else `meanwhile`, while others attend.
+template <bool PROJECTED, class Meanwhile>
+__device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, const Meanwhile& meanwhile) {
   const int tiles = (batch * width + TILE - 1) / TILE;
   const Model& model = block.model;
   Uses& uses = stream.uses;
@@ -1167,7 +1181,10 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   for (int layer = 0; layer < LAYERS; layer++) {
     uses.layer++;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer, layer == 0});
-    if (!stream.adds()) attend(block, stream, layer, width);
+    if (!stream.adds()) {
+      attend(block, stream, layer, width);
+      if (layer == LAYERS - 1) meanwhile();
+    }
     multiply<Out>(block, stream, tiles, OutTask{{{{block, uses}, model.post_norm + layer * H, uses.inner()}}, layer == 0 && !PROJECTED});
     multiply<GateUp>(block, stream, tiles, GateUpTask{{block, uses}});
     const float* next_norm = layer + 1 < LAYERS ? model.input_norm + (layer + 1) * H : model.final_norm;
@@ -1175,12 +1192,21 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   }
 }
 
+// All lanes: the last one of the columns, whose target's head is the last of the targets'.
+__device__ __forceinline__ int last_position(const Block& block, int columns) {
+  int last = 0;
+  for (int i = lane_id(); i < columns; i += 32) last = max(last, block.position[i]);
+  return int(warp_max(u32(last)));
+}
+
 // All threads of the grid: the heads of a set, for the columns that want them, of each of which `picks` codes are picked.
 __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int columns, int picks, int first) {
   stream.uses.heads++;
 #pragma unroll 1
-  for (; heads; heads &= heads - 1)
+  for (; heads; heads &= heads - 1) {
     multiply<Head>(block, stream, (columns + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, columns, picks, first});
+    if (STAMPS && stream.adds() && __ffs(heads) == last_position(block, columns)) stamp(block.stamp_of(stream.uses.heads, SCORED));
+  }
 }
 
 // Whole warps: the position of column i.
@@ -1205,7 +1231,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   if (threadIdx.x == 0) {
     block.target = block.rounds_ended = block.rounds_waited = block.pushed = block.taken = 0;
     block.batch = batch, block.full = full;
-    block.copies = max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1);
+    block.copies = copies_of(batch, useful);
     list_body(block, projected);
     block.find_stamps(addresses + sizeof(Model) / sizeof(u64));
   }
@@ -1263,6 +1289,12 @@ __device__ __noinline__ void embed(Block& block, u32 pass, int column, const WEI
 }
 __device__ __forceinline__ const WEIGHT* embedding(const Model& model, int depth, int code) {
   return depth == 0 ? model.talker_table + u64(code) * HT : model.tables + (u64(depth - 1) * V + code) * HT;
+}
+
+// All threads of a block: brings the embedding near that may enter next, in lines of 128 bytes.
+__device__ __forceinline__ void fetch_embedding(const Model& model, int depth, int code) {
+  if (threadIdx.x * 64 < HT) fetch_line(embedding(model, depth, code) + threadIdx.x * 64);
+  __syncwarp();
 }
 
 // A row of logits that other blocks make, and the noise of its codes.
@@ -1574,6 +1606,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
     if (tells && of.aim == PICK) store_whole(of.piece, make_uint2(code, of.tag));
   }
   __syncwarp();
+  if (made.drafts > 0 && entry.depth < G - 1) fetch_embedding(block.model, entry.depth, int(code & ~KEPT));
 }
 
 // All threads of a block: what becomes of an entry once it is known from which column its row goes on.
@@ -1624,12 +1657,17 @@ __device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
     const int row = index / made.drafts, behind = 1 + index % made.drafts, last = same(block.last[row]);
     if (behind > proposed(last, made.drafts)) continue;
     const int column = row * made.width + same(block.state[row]), piece = made.piece(row, behind - 1);
-    const u32 code = told(block, block.exchange.draft_codes + piece, made.tag());
+    told(block, block.exchange.draft_codes + piece, made.tag());
     wait_for_all(block);  // who read this memory two rounds ago
-    float* const law = block.model.draft_laws + made.draft_law(row, behind);
-    if (threadIdx.x == 0) block.selection = {block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind), heads, row, last + behind, USE_DRAFT, WEIGH, law, nullptr, 0};
+    if (threadIdx.x == 0) {
+      const uint4* const logits = block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind);
+      block.selection = {logits, heads, row, last + behind, USE_DRAFT, WEIGH, block.model.draft_laws + made.draft_law(row, behind), block.exchange.draft_shares + piece, made.tag()};
+    }
     select_entry(block);
-    if (threadIdx.x == 0) store_released(block.exchange.draft_shares + piece, make_uint2(__float_as_uint(law[code]), made.tag()));
+    if (threadIdx.x == 0) {
+      const Selection& of = block.selection;
+      store_released(of.piece, make_uint2(__float_as_uint(of.law[block.told]), of.tag));
+    }
     __syncwarp();
   }
 }
@@ -1637,8 +1675,7 @@ __device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
 // All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
 __device__ __forceinline__ void plan_round(Block& block, int round) {
   const int batch = same(block.batch), drafts = same(block.full) - 1;
-  sync_team();  // whoever read the plan before
-  if (same(warp_id()) == 0) {
+  if (same(warp_id()) == WARPS_A_BLOCK) {  // one that adds, while others still pick by the plan before
     // Eight lanes a row, a lane a column.
 #pragma unroll
     for (int start = 0; start < MAX_BATCH; start += 32 / MAX_WIDTH) {
@@ -1662,17 +1699,18 @@ __device__ __forceinline__ void plan_round(Block& block, int round) {
         else state = block.state[row < batch ? row : 0];
       }
       __syncwarp();
-      if (row < batch && offset == 0) block.last[row] = last, block.state[row] = state;
+      if (row < batch && offset == 0) block.next_last[row] = last, block.next_state[row] = state;
     }
   }
   if (threadIdx.x == 0) block.finished = 1;
   sync_team();
   const int width = drafts + 1;
   for_places([&](int i) {
-    const int row = i / width, offset = i % width, last = row < batch ? block.last[row] : G;
+    const int row = i / width, offset = i % width, last = row < batch ? block.next_last[row] : G;
     place_column(block, i, last < G - 1 && offset <= proposed(last, drafts) ? last + 1 + offset : -1);
     if (last < G - 1) block.finished = 0;
   });
+  if (int(threadIdx.x) < batch) block.last[threadIdx.x] = block.next_last[threadIdx.x], block.state[threadIdx.x] = block.next_state[threadIdx.x];
   sync_team();
 }
 
@@ -1690,19 +1728,19 @@ __device__ __forceinline__ u32 set_of_heads(const Block& block, int columns, int
   return warp_or(heads);
 }
 
+// Whether this block does not attend, and prepares its first entry instead.
+__device__ __forceinline__ bool has_time(const Block& block) { return first_task(block) >= tasks_of(block); }
+
 // All who multiply or add: the heads that are needed, what is picked, and what becomes of it.
 __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, const Candidates made) {
   const int desk = this_desk();
-  // Who has no rows of the heads prepares meanwhile.
-  const bool early = !Head::mine(0) && !stream.adds();
-  if (early && desk < made.all()) prepare(block, made, desk);
   run_heads(block, stream, set_of_heads(block, made.columns(), made.drafts), made.columns(), made.drafts + 1, made.first_logits());
   if (made.drafts > 0) end_round(block);
   if (stream.adds()) return;
 #pragma unroll 1
   for (int entry = desk; entry < made.all(); entry += CTAS) {  // a block an entry
     __syncthreads();  // for the compiler, as above
-    if (!early || entry != desk) prepare(block, made, entry);
+    if (entry != desk || !has_time(block)) prepare(block, made, entry);
     pick_entry(block, stream.uses, made, entry, block.picked[entry / CTAS]);
   }
   if (made.drafts == 0) return;
@@ -1720,7 +1758,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
   // instructions stay where they are fetched from. Attention keeps away from those of the targets where there are blocks enough.
   const int desk = this_desk();
-  if (threadIdx.x == 0) block.coupled = coupled, block.desks = batch * (drafts + 1) < CTAS ? batch * (drafts + 1) : 0;
+  if (threadIdx.x == 0) block.coupled = coupled, block.desks = desks_of(batch, drafts);
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
   stamp(block.stamp_of(0, ENTERED));
   Stream stream{block, memory + BLOCK_BYTES, u32(same(warp_id()))};
@@ -1750,13 +1788,20 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       if (same(block.finished)) break;
     }
     uses.pass++;
-    const Candidates made = {batch, round == 0 ? 2 : drafts + 1, drafts, round};
+    // Made where it is wanted: kept over a pass it takes registers that the pass needs.
+    const auto made = [&]() {
+      const int now = computed_here(int(uses.pass) - 1);
+      return Candidates{batch, now == 0 ? 2 : drafts + 1, drafts, now};
+    };
     if (!ahead) stream.push(BODY);
-    if (round > 0) stream.push(set_of_heads(block, made.columns(), drafts));
+    if (round > 0) stream.push(set_of_heads(block, made().columns(), drafts));
     if (followed(round)) stream.push(BODY);
     if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, uses.heads, round - 1);
-    run_pass<HAS_PROJECTION>(block, stream, batch, made.width);
-    apply_and_pick(block, stream, made);
+    run_pass<HAS_PROJECTION>(block, stream, batch, made().width, [&]() {
+      __syncthreads();  // for the compiler, as above
+      if (desk < made().all() && has_time(block)) prepare(block, made(), desk);
+    });
+    apply_and_pick(block, stream, made());
   }
 
   if (stream.adds()) return;
@@ -1773,7 +1818,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     }
     model.embedded[i] = sum;
   }
-  stamp(block.stamp_of(0, PICKED));
+  stamp(block.stamp_of(0, SCORED));
 }
 
 // One pass over rows that are given: inputs [B, W, H] f32 at positions [B, W] (negative: none), W <= 8; out: states
@@ -1793,7 +1838,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });
-  run_pass<false>(block, stream, batch, width);
+  run_pass<false>(block, stream, batch, width, []() {});
   sync_team();
   if (stream.adds()) return;
   grid_barrier(block);

@@ -41,6 +41,7 @@ __device__ __forceinline__ void store_whole(uint4* to, uint4 value) { *to = valu
 __device__ __forceinline__ void store_whole(uint2* to, uint2 value) { *to = value; }
 __device__ __forceinline__ void poll_again(u32&) { shim::spin(); }
 __device__ __forceinline__ void opaque(int&) {}
+__device__ __forceinline__ void fetch_line(const void*) {}
 __device__ __forceinline__ void store_first_time(u64* to) { *to = min(*to, u64(shim::time())); }
 template <class T>
 __device__ __forceinline__ u32 two_halves(T, float low, float high) { T a, b; store(&a, low), store(&b, high); return a.bits | u32(b.bits) << 16; }
@@ -93,6 +94,7 @@ __device__ __forceinline__ uint2 load_acquired(const uint2* from) { uint2 v; asm
 __device__ __forceinline__ void store_released(uint2* to, uint2 v) { asm volatile("{ .reg .b64 whole; mov.b64 whole, {%1, %2}; st.release.gpu.global.b64 [%0], whole; }" ::"l"(to), "r"(v.x), "r"(v.y) : "memory"); }
 __device__ __forceinline__ void poll_again(u32& polls) { polled(polls); }
 __device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void fetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void store_first_time(u64* to) { u64 time; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)); asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" ::"l"(to), "l"(time) : "memory"); }
 // 16 or 8 bytes that are seen whole or not at all.
 __device__ __forceinline__ uint4 load_whole(const uint4* from) { uint4 v; asm volatile("{ .reg .b128 whole; .reg .b64 low, high; ld.relaxed.gpu.global.b128 whole, [%4]; mov.b128 {low, high}, whole; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from)); return v; }

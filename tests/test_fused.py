@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fused_model import FusedModel, released_plan
+from fused_model import NO_TIME, FusedModel, released_plan
 from kernel_shim import LATE, HostKernels
 from numpy.typing import NDArray
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
@@ -68,6 +68,7 @@ class Case:
         blocks: int,
         shared_bytes: int,
         threads: int = 128,
+        stamped: bool = False,
     ) -> None:
         folder = self.folder = engine / "code_predictor"
         self.host = CodePredictor.from_engine_dir(folder, device="cpu", threads=1)
@@ -78,6 +79,7 @@ class Case:
             blocks=blocks,
             shared_bytes=shared_bytes,
             threads=threads,
+            stamped=stamped,
         )
         assert self.plan.refusal() is None
         self.model = FusedModel(make_kernels(self.plan), self.plan, folder, engine / "talker")
@@ -203,6 +205,24 @@ def test_a_flat_law_picks_what_the_host_picks(case: Case) -> None:
     found = case.model.frame(hidden, code0, [(params[row], 70 + row, 4) for row in range(3)])
     wanted = case.host.decode_frame(hidden, code0, params=params, seeds=[70, 71, 72], frames=4, verify_size=0)
     np.testing.assert_array_equal(found.codes, wanted.codes)
+
+
+def test_a_stamped_frame_tells_when_its_passes_begin_and_end(engine: Path, make_kernels: Any) -> None:
+    """Of each pass, by the first block that has come so far: rows, then logits of targets, then a pick."""
+    case = Case(engine, make_kernels, blocks=7, shared_bytes=100_000, stamped=True)
+    hidden, code0 = case.states(1, seed=3)
+    wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=3)
+    found = case.model.frame(hidden, code0, [(PARAMS[1], 5, 2)], drafts=2)
+    np.testing.assert_array_equal(found.codes, wanted.codes)
+    assert case.model.stamps is not None
+    first = case.model.stamps.min(0)
+    passes = 1 + len(found.rounds[0])
+    in_order = first[1 : passes + 1].ravel().tolist()
+    assert (first[passes + 1 :] == NO_TIME).all()
+    assert in_order == sorted(set(in_order))
+    begun, ended = first[0, :2].tolist()
+    assert begun < in_order[0]
+    assert in_order[-1] < ended < NO_TIME
 
 
 @pytest.mark.parametrize(("verify_size", "block"), [(0, 14), (3, 13), (3, 14)])

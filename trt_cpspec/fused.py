@@ -460,12 +460,12 @@ class FusedModel:
             self._library.load(kernel)
 
     def stamped(self) -> tuple[FusedModel, DeviceArray]:
-        """Return a model of the same weights whose frames note times, and where: ``[blocks, G, 2]`` uint64.
+        """Return a model of the same weights whose frames note times, and where: ``[blocks, G, 3]`` uint64.
 
         A time is in ns of the GPU's clock; a frame leaves the least of what stands there and what it notes.
         """
         model, plan = copy.copy(self), replace(self.plan, stamped=True)
-        stamps = self.device.empty((plan.blocks, plan.spec.num_code_groups, 2), np.uint64)
+        stamps = self.device.empty((plan.blocks, plan.spec.num_code_groups, 3), np.uint64)
         model.plan, model._library = plan, KernelLibrary(plan.macros())
         model._library.load("fused_frame")
         model._constant = self._constant | {"stamps": stamps}

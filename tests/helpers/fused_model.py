@@ -65,7 +65,7 @@ class FusedModel:
         }
         arrays["codes"][:, 0] = code0
         if self.plan.stamped:
-            arrays["stamps"] = np.full((self.plan.blocks, groups, 2), NO_TIME)
+            arrays["stamps"] = np.full((self.plan.blocks, groups, 3), NO_TIME)
         after = self._run("fused_frame", arrays, (np.int32(batch), np.int32(drafts), np.int32(coupled)), order)
         assert (after["errors"] == NO_ERROR).all(), after["errors"]
         history = [
