@@ -234,11 +234,11 @@ __device__ __forceinline__ void wait_since(const uint4* from, u32 use) {
   while (__any_sync(ALL_LANES, int(load_whole(from).y - use) < 0)) poll_again(polls);
 }
 
-// The numbers of the uses, the same in all blocks: passes, layers of all passes and sets of heads, counted from 1.
+// The numbers of the uses, the same in all blocks: passes, each with its set of heads, and layers of all passes, counted from 1.
 struct Uses {
   // Of layers: neither the first use of the prefill nor that of the pass behind it may have the tag of use 0.
   static constexpr u32 FIRST_LAYER = LAYERS % 4 == 3 ? 1 : 0;
-  u32 pass = 0, layer = FIRST_LAYER, heads = 0;
+  u32 pass = 0, layer = FIRST_LAYER;
   // Of the hidden state: after attention, and after the layer.
   __device__ __forceinline__ u32 inner() const { return 2 * layer - 1; }
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
@@ -256,7 +256,7 @@ enum Aim { PICK, WEIGH, DECIDE };
 // Where the logits of an entry are, what they are of, and what is wanted; `law` gets the law, of a decision if it is of many.
 struct Selection {
   const uint4* logits;
-  u32 heads;  // their use
+  u32 pass;  // whose heads they are from, which is their use
   int row, depth, use;
   Aim aim;
   float* law;
@@ -309,8 +309,10 @@ struct Block : Stamps<STAMPS> {
   alignas(16) u32 used[WARPS_A_BLOCK];  // of each warp: the chunks of the stream that it is done with
   int position[MAX_COLUMNS];  // of each column; negative: there is none
   u32 wanted[MAX_BATCH];      // of each tile: the columns that there are
-  // Of each row: depth of the last committed code, and the column it was picked from; and of the plan that is being made.
+  // Of each row: depth of the last committed code, and the column it was picked from; those of the plan that is being made;
+  // and, for who has picked drafts, that column as soon as it is known, with the tag of the round.
   int last[MAX_BATCH], state[MAX_BATCH], next_last[MAX_BATCH], next_state[MAX_BATCH];
+  u32 decided[MAX_BATCH];
   Request request[MAX_BATCH];
   Selection selection;  // what select_entry is to do
   u32 pick, told;     // a code, and what was told of a draft
@@ -319,7 +321,7 @@ struct Block : Stamps<STAMPS> {
   ShortLaw short_law;  // what replaces it is among these
   u32 picked[MOST_ENTRIES];  // of this block's entries in turn: the code, and KEPT
   int first_to_go;
-  int finished;
+  u32 finished[2];  // whether all rows are, by the plans of rounds in turn
   // Of the launch: rows of the batch, columns of a row in a round, whether drafts are coupled, and who keeps keys and
   // values: how many blocks the same ones, which are those before the last `desks`.
   int batch, full, coupled, copies, desks;
@@ -426,6 +428,12 @@ struct Share {
   __device__ __forceinline__ uint4 load(u32 offset) const { return *reinterpret_cast<const uint4*>(grain[offset / GRAIN] + offset % GRAIN); }
 };
 
+// A value that the compiler does not keep from before, for want of registers to keep it in.
+__device__ __forceinline__ int computed_here(int value) {
+  opaque(value);
+  return value;
+}
+
 // What the other warps know of the stream: the chunk at which the next part begins.
 struct Stream {
   Block& block;
@@ -435,9 +443,11 @@ struct Stream {
   int turn = 0;  // of the sums
   Uses uses = {};
 
-  // Says what will be used behind all that was said before.
+  // Whether this warp says what will be used: one of those that add, who wait while others pick.
+  __device__ __forceinline__ bool pushes() const { return warp == WARPS_A_BLOCK; }
+  // Says it, behind all that was said before.
   __device__ __forceinline__ void push(u32 what) {
-    if (warp != 0) return;
+    if (!pushes()) return;
     const u32 at = load_changing(&block.pushed);
     while (__any_sync(ALL_LANES, at - load_changing(&block.taken) == 8)) {
     }
@@ -454,7 +464,7 @@ struct Stream {
   // Waits for the warp's share of the part of a matrix; the lane's place in it.
   template <class P>
   __device__ __forceinline__ Share<P> wait(int lane) const {
-    const u32 begin = warp * P::WARP_BYTES, within = begin % CHUNK_BYTES;
+    const u32 begin = u32(computed_here(int(warp))) * P::WARP_BYTES, within = begin % CHUNK_BYTES;
     const u32 place = slot + begin / CHUNK_BYTES, start = (place < CHUNKS ? place : place - CHUNKS) * CHUNK_BYTES + within;
     // A lane a chunk.
     const u32 mine = place + lane, turned = mine < CHUNKS ? parity : parity ^ 1;
@@ -574,12 +584,6 @@ __device__ __forceinline__ void store_state(uint4* words, WordTag tag, uint4* sq
   if (!valid) return;
   tag.store(words, split_four(product(value, gain)));
   if (out % 8 == 0) store_single(squares, out / 8, eight, use);
-}
-
-// A value that the compiler does not keep from before, for want of registers to keep it in.
-__device__ __forceinline__ int computed_here(int value) {
-  opaque(value);
-  return value;
 }
 
 // What a product is made of, for those who multiply and those who add:
@@ -884,7 +888,7 @@ struct HeadTask : Columns<true> {
   }
   __device__ __forceinline__ Place place(int column, int out) const { return {block.exchange.logits(first + column * picks + head + 1 - block.position[column]) + logit_place(out)}; }
   __device__ __forceinline__ void store(const Place& place, float4 sums, bool valid, int) const {
-    if (valid) place.store(sums, uses.heads, CODE_THREADS);
+    if (valid) place.store(sums, uses.pass, CODE_THREADS);
   }
 };
 
@@ -1045,11 +1049,12 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
   const int lane = computed_here(lane_id()), team = warp / 4, member = warp % 4, thread = member * 32 + lane;
   const int begin = task.begin, count = task.count, queries = task.queries();
   // What earlier passes left, while this pass's vectors are on their way.
+  const float* const keys = task.keys + computed_here(member) * KEY_FLOATS;
   LanePart key[T::EACH];
   float value[G];
 #pragma unroll
   for (int i = 0; i < T::EACH; i++) {
-    if (member + 4 * i < begin) key[i].load(task.keys + (member + 4 * i) * KEY_FLOATS);
+    if (member + 4 * i < begin) key[i].load(keys + 4 * i * KEY_FLOATS);
     else
 #pragma unroll
       for (float& v : key[i].value) v = 0;
@@ -1138,13 +1143,15 @@ __device__ __forceinline__ void attend_row(Block& block, const AttentionTask& ta
   }
 }
 
-// How many blocks attention is to keep away from, the last ones: those that pick, or, where there are not enough others, those
-// that pick targets. And a block's first task in attention, and how many tasks there are.
+// How many blocks keep the same keys and values; and from how many blocks attention keeps away, the last ones: those that
+// pick, or, where there are not enough others, those that pick targets.
 __device__ __forceinline__ int copies_of(int batch, int useful) { return max(min(CTAS / (batch * KV_HEADS), min(useful, MAX_COPIES)), 1); }
 __device__ __forceinline__ int desks_of(int batch, int drafts) {
   const int targets = batch * (drafts + 1), all = targets * (drafts + 1);
   return all + batch * KV_HEADS * copies_of(batch, drafts + 1) <= CTAS ? all : targets < CTAS ? targets : 0;
 }
+
+// A block's first task in attention, and how many all have.
 __device__ __forceinline__ int first_task(const Block& block) {
   const int first = this_desk() - same(block.desks);
   return first < 0 ? first + CTAS : first;
@@ -1179,7 +1186,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, uses}, model.input_norm, uses.pass}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    uses.layer++;
+    uses.layer = Uses::FIRST_LAYER + (uses.pass - 1) * LAYERS + layer + 1;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer, layer == 0});
     if (!stream.adds()) {
       attend(block, stream, layer, width);
@@ -1201,11 +1208,10 @@ __device__ __forceinline__ int last_position(const Block& block, int columns) {
 
 // All threads of the grid: the heads of a set, for the columns that want them, of each of which `picks` codes are picked.
 __device__ __forceinline__ void run_heads(Block& block, Stream& stream, u32 heads, int columns, int picks, int first) {
-  stream.uses.heads++;
 #pragma unroll 1
   for (; heads; heads &= heads - 1) {
     multiply<Head>(block, stream, (columns + TILE - 1) / TILE, HeadTask{{block, stream.uses}, __ffs(heads) - 1, columns, picks, first});
-    if (STAMPS && stream.adds() && __ffs(heads) == last_position(block, columns)) stamp(block.stamp_of(stream.uses.heads, SCORED));
+    if (STAMPS && stream.adds() && __ffs(heads) == last_position(block, columns)) stamp(block.stamp_of(stream.uses.pass, SCORED));
   }
 }
 
@@ -1236,6 +1242,7 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
     block.find_stamps(addresses + sizeof(Model) / sizeof(u64));
   }
   if (threadIdx.x < WARPS_A_BLOCK) block.used[threadIdx.x] = 0;
+  if (threadIdx.x < MAX_BATCH) block.decided[threadIdx.x] = 0;
   sync_block();
   if (threadIdx.x == 0) lay_out(block.exchange, block.model.exchange, batch * max(full, 2), projected ? full : 0);
   for (int i = threadIdx.x; i < LAYERS * 2 * HEAD_DIM; i += ALL) block.head_norm[i] = block.model.head_norm[i];
@@ -1348,7 +1355,7 @@ struct Candidates {
   __device__ __forceinline__ int column(int entry) const { return entry < columns() ? entry : (entry - columns()) / drafts; }
   __device__ __forceinline__ int behind(int entry) const { return entry < columns() ? 0 : 1 + (entry - columns()) % drafts; }
   __device__ __forceinline__ int turn() const { return drafts ? round & 1 : 0; }
-  __device__ __forceinline__ u32 tag() const { return u32(round) + 1; }
+  __device__ __forceinline__ u32 pass() const { return u32(round) + 1; }  // and the tag of what is told
   __device__ __forceinline__ int piece(int row, int offset) const { return ((round & 1) * MAX_BATCH + row) * MAX_WIDTH + offset; }
   // Of the column from which the row goes on.
   __device__ __forceinline__ u64 draft_law(int row, int behind) const { return u64((turn() * batch + row) * drafts + behind - 1) * V; }
@@ -1394,9 +1401,9 @@ __device__ __noinline__ void prepare(Block& block, const Candidates made, int in
   if (entry.checks) {
     const Candidates before = {made.batch, made.width, made.drafts, made.round - 1};
     const int piece = before.piece(entry.row, entry.offset);
-    const u32 draft = told(block, block.exchange.draft_codes + piece, before.tag());
+    const u32 draft = told(block, block.exchange.draft_codes + piece, before.pass());
     if (!block.coupled) {
-      const u32 share = told(block, block.exchange.draft_shares + piece, before.tag());
+      const u32 share = told(block, block.exchange.draft_shares + piece, before.pass());
       const float* const law = block.model.draft_laws + before.draft_law(entry.row, entry.offset + 1);
       for (int i = threadIdx.x * 4; i < V; i += THREADS * 4) *reinterpret_cast<float4*>(block.prepared.draft_law + i) = load_fresh_four(law + i);
       if (threadIdx.x == 0) block.draft_share = __uint_as_float(share);
@@ -1513,9 +1520,9 @@ struct EntryOut {
   }
 };
 
-// The logits that a block selects from; there are as many sets of heads as passes.
+// The logits that a block selects from.
 __device__ __forceinline__ DueLogits logits_of(const Block& block, const Selection& of, const float* noise) {
-  return {of.logits, of.heads, noise, of.aim == WEIGH ? nullptr : block.stamp_of(of.heads, PICKED)};
+  return {of.logits, of.pass, noise, of.aim == WEIGH ? nullptr : block.stamp_of(of.pass, PICKED)};
 }
 
 // All threads of a block, for a law of many codes.
@@ -1583,13 +1590,13 @@ __device__ __forceinline__ void commit(const Block& block, const Candidates& mad
 
 // All threads of a block: what is wanted of one entry, which has been prepared; without drafts a pick is committed and enters
 // the next pass.
-__device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Candidates made, int index, u32& picked) {
+__device__ __noinline__ void pick_entry(Block& block, const Candidates made, int index, u32& picked) {
   const Entry entry(block, made, index);
   if (entry.depth <= 0) return;
   const bool target = entry.behind == 0, tells = target && made.round > 0 && made.drafts > 0;  // all blocks, what becomes of a draft
-  Selection of = {block.exchange.logits(made.first_logits() + entry.column * (made.drafts + 1) + entry.behind), uses.heads, entry.row, entry.depth, entry.use(block)};
+  Selection of = {block.exchange.logits(made.first_logits() + entry.column * (made.drafts + 1) + entry.behind), made.pass(), entry.row, entry.depth, entry.use(block)};
   of.aim = entry.decides(block) ? DECIDE : PICK, of.law = of.aim == DECIDE ? block.model.laws + entry.column * V : nullptr;
-  of.piece = block.exchange.decisions + made.piece(entry.row, entry.offset), of.tag = made.tag();
+  of.piece = block.exchange.decisions + made.piece(entry.row, entry.offset), of.tag = made.pass();
   u32 code;
   const bool raced = of.aim == PICK && select_sample_part::race_row(block.scratch.select, logits_of(block, of, block.prepared.noise.of_code), block.request[entry.row], code);
   if (!raced) {
@@ -1600,7 +1607,7 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
   if (entry.checks && of.aim == PICK && code == block.draft) code |= KEPT;
   if (made.drafts == 0) {
     if (threadIdx.x == 0) commit(block, made, entry, int(code), true);
-    if (entry.depth < G - 1) embed(block, uses.pass + 1, entry.row, embedding(block.model, entry.depth, int(code)));
+    if (entry.depth < G - 1) embed(block, made.pass() + 1, entry.row, embedding(block.model, entry.depth, int(code)));
   } else if (threadIdx.x == 0) {
     picked = code;
     if (tells && of.aim == PICK) store_whole(of.piece, make_uint2(code, of.tag));
@@ -1610,20 +1617,28 @@ __device__ __noinline__ void pick_entry(Block& block, const Uses uses, const Can
 }
 
 // All threads of a block: what becomes of an entry once it is known from which column its row goes on.
-__device__ __noinline__ void settle_entry(Block& block, const Uses uses, const Candidates made, int index, const u32& picked) {
+__device__ __noinline__ void settle_entry(Block& block, const Candidates made, int index, const u32& picked) {
   const Entry entry(block, made, index);
   if (entry.depth <= 0) return;
   const bool target = entry.behind == 0;
   // The columns that are to be known; of the prefill there is one to go on from.
   const int needed = made.round == 0 ? 0 : target ? entry.offset : entry.offset + 1;
   __syncthreads();
-  if (same(warp_id()) == 0) {
+  if (same(warp_id()) == 0 && !target && made.round > 0) {
+    // Of drafts it is found out already by the warp that makes the plan of the next round.
+    u32 decided;
+    do decided = load_changing(&block.decided[entry.row]);
+    while (__any_sync(ALL_LANES, decided / MAX_WIDTH != made.pass()));
+    __threadfence_block();
+    if (lane_id() == 0) block.first_to_go = decided % MAX_WIDTH, block.rounds_waited = block.rounds_ended;
+    __syncwarp();
+  } else if (same(warp_id()) == 0) {
     const uint2* const pieces = block.exchange.decisions + made.piece(entry.row, 0);
     const bool waited = same(block.rounds_waited == block.rounds_ended);
     u32 kept, polls = 0;
     for (;;) {
-      const uint2 piece = lane_id() < needed ? load_whole(pieces + lane_id()) : make_uint2(KEPT, made.tag());
-      const u32 there = __ballot_sync(ALL_LANES, piece.y == made.tag());
+      const uint2 piece = lane_id() < needed ? load_whole(pieces + lane_id()) : make_uint2(KEPT, made.pass());
+      const u32 there = __ballot_sync(ALL_LANES, piece.y == made.pass());
       kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
       // The first that is not kept, if there is one, is there; and nobody reads any more what will be written.
       if (((~kept & (kept + 1)) & ~there) == 0 && (waited || !__any_sync(ALL_LANES, !ended_by_all(block)))) break;
@@ -1637,16 +1652,16 @@ __device__ __noinline__ void settle_entry(Block& block, const Uses uses, const C
   const bool taken = target ? first < 0 : made.round == 0 || first == entry.offset, goes_on = taken && !(code & KEPT);
   if (threadIdx.x == 0 && taken) {
     if (target) commit(block, made, entry, code & ~KEPT, goes_on);
-    else store_whole(block.exchange.draft_codes + made.piece(entry.row, entry.behind - 1), make_uint2(u32(code), made.tag()));
+    else store_whole(block.exchange.draft_codes + made.piece(entry.row, entry.behind - 1), make_uint2(u32(code), made.pass()));
   }
   __syncwarp();
-  if (goes_on && entry.depth < G - 1) embed(block, uses.pass + 1, entry.row * (made.drafts + 1) + entry.behind, embedding(block.model, entry.depth, code));
+  if (goes_on && entry.depth < G - 1) embed(block, made.pass() + 1, entry.row * (made.drafts + 1) + entry.behind, embedding(block.model, entry.depth, code));
   __syncwarp();
 }
 
 // All threads of a block without rows, if there are such: the laws of the drafts behind each row's last code, which were picked
-// in `round`, from heads of this use.
-__device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
+// in `round`.
+__device__ __noinline__ void weigh_drafts(Block& block, int round) {
   const int width = same(block.full), desk = this_desk();
   const Candidates made = {same(block.batch), round == 0 ? 2 : width, width - 1, round};
   const int tasks = made.batch * made.drafts;
@@ -1657,11 +1672,11 @@ __device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
     const int row = index / made.drafts, behind = 1 + index % made.drafts, last = same(block.last[row]);
     if (behind > proposed(last, made.drafts)) continue;
     const int column = row * made.width + same(block.state[row]), piece = made.piece(row, behind - 1);
-    told(block, block.exchange.draft_codes + piece, made.tag());
+    told(block, block.exchange.draft_codes + piece, made.pass());
     wait_for_all(block);  // who read this memory two rounds ago
     if (threadIdx.x == 0) {
       const uint4* const logits = block.exchange.logits(made.first_logits() + column * (made.drafts + 1) + behind);
-      block.selection = {logits, heads, row, last + behind, USE_DRAFT, WEIGH, block.model.draft_laws + made.draft_law(row, behind), block.exchange.draft_shares + piece, made.tag()};
+      block.selection = {logits, made.pass(), row, last + behind, USE_DRAFT, WEIGH, block.model.draft_laws + made.draft_law(row, behind), block.exchange.draft_shares + piece, made.pass()};
     }
     select_entry(block);
     if (threadIdx.x == 0) {
@@ -1672,10 +1687,12 @@ __device__ __noinline__ void weigh_drafts(Block& block, u32 heads, int round) {
   }
 }
 
-// All of a block who multiply or add: where the rows stand, and the columns of the next round. Sets `finished`.
+// All of a block who multiply or add: where the rows stand, and the columns of the next round. One of the warps that add finds
+// it out, while others still pick by the plan before.
 __device__ __forceinline__ void plan_round(Block& block, int round) {
   const int batch = same(block.batch), drafts = same(block.full) - 1;
-  if (same(warp_id()) == WARPS_A_BLOCK) {  // one that adds, while others still pick by the plan before
+  if (same(warp_id()) == WARPS_A_BLOCK) {
+    bool finished = true;
     // Eight lanes a row, a lane a column.
 #pragma unroll
     for (int start = 0; start < MAX_BATCH; start += 32 / MAX_WIDTH) {
@@ -1690,25 +1707,34 @@ __device__ __forceinline__ void plan_round(Block& block, int round) {
         const Candidates made = {batch, drafts + 1, drafts, round - 1};
         const bool waits = last < G - 1 && offset <= proposed(last, drafts);
         for (u32 polls = 0;; poll_again(polls)) {
-          const uint2 piece = waits ? load_whole(block.exchange.decisions + made.piece(row, offset)) : make_uint2(0, made.tag());
-          const u32 there = __ballot_sync(ALL_LANES, piece.y == made.tag()), kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
+          const uint2 piece = waits ? load_whole(block.exchange.decisions + made.piece(row, offset)) : make_uint2(0, made.pass());
+          const bool ended = arrived(block.model.counter + 1) >= u32(round * CTAS);
+          const u32 there = __ballot_sync(ALL_LANES, piece.y == made.pass()), kept = __ballot_sync(ALL_LANES, piece.x & KEPT) & there;
           state = __ffs(~(kept >> first_lane)) - 1;
-          if (!__any_sync(ALL_LANES, !(there >> first_lane >> state & 1))) break;
+          const bool known = ended && (there >> first_lane >> state & 1);
+          if (known && row < batch && offset == 0) {
+            __threadfence_block();
+            *static_cast<volatile u32*>(&block.decided[row]) = made.pass() * MAX_WIDTH + state;
+          }
+          __syncwarp();
+          if (!__any_sync(ALL_LANES, !known)) break;
         }
         if (last < G - 1) last += state + 1;
         else state = block.state[row < batch ? row : 0];
       }
       __syncwarp();
       if (row < batch && offset == 0) block.next_last[row] = last, block.next_state[row] = state;
+      finished &= last >= G - 1;
     }
+    finished = __all_sync(ALL_LANES, finished);
+    if (lane_id() == 0) block.finished[round % 2] = finished;
+    __syncwarp();
   }
-  if (threadIdx.x == 0) block.finished = 1;
   sync_team();
   const int width = drafts + 1;
   for_places([&](int i) {
     const int row = i / width, offset = i % width, last = row < batch ? block.next_last[row] : G;
     place_column(block, i, last < G - 1 && offset <= proposed(last, drafts) ? last + 1 + offset : -1);
-    if (last < G - 1) block.finished = 0;
   });
   if (int(threadIdx.x) < batch) block.last[threadIdx.x] = block.next_last[threadIdx.x], block.state[threadIdx.x] = block.next_state[threadIdx.x];
   sync_team();
@@ -1741,13 +1767,13 @@ __device__ __forceinline__ void apply_and_pick(Block& block, Stream& stream, con
   for (int entry = desk; entry < made.all(); entry += CTAS) {  // a block an entry
     __syncthreads();  // for the compiler, as above
     if (entry != desk || !has_time(block)) prepare(block, made, entry);
-    pick_entry(block, stream.uses, made, entry, block.picked[entry / CTAS]);
+    pick_entry(block, made, entry, block.picked[entry / CTAS]);
   }
   if (made.drafts == 0) return;
 #pragma unroll 1
   for (int entry = desk; entry < made.all(); entry += CTAS) {
     __syncthreads();
-    settle_entry(block, stream.uses, made, entry, block.picked[entry / CTAS]);
+    settle_entry(block, made, entry, block.picked[entry / CTAS]);
   }
 }
 
@@ -1782,10 +1808,10 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   };
 #pragma unroll 1
   for (int round = 0;; round = int(uses.pass)) {  // as many passes as rounds
-    const bool ahead = round == 0 || followed(round - 1);
+    const bool ahead = stream.pushes() && (round == 0 || followed(round - 1));
     if (round > 0) {
       plan_round(block, round);
-      if (same(block.finished)) break;
+      if (same(block.finished[round % 2])) break;
     }
     uses.pass++;
     // Made where it is wanted: kept over a pass it takes registers that the pass needs.
@@ -1793,10 +1819,12 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
       const int now = computed_here(int(uses.pass) - 1);
       return Candidates{batch, now == 0 ? 2 : drafts + 1, drafts, now};
     };
-    if (!ahead) stream.push(BODY);
-    if (round > 0) stream.push(set_of_heads(block, made().columns(), drafts));
-    if (followed(round)) stream.push(BODY);
-    if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, uses.heads, round - 1);
+    if (stream.pushes()) {
+      if (!ahead) stream.push(BODY);
+      if (round > 0) stream.push(set_of_heads(block, made().columns(), drafts));
+      if (followed(round)) stream.push(BODY);
+    }
+    if (round > 0 && drafts > 0 && !coupled && !stream.adds()) weigh_drafts(block, round - 1);
     run_pass<HAS_PROJECTION>(block, stream, batch, made().width, [&]() {
       __syncthreads();  // for the compiler, as above
       if (desk < made().all() && has_time(block)) prepare(block, made(), desk);
@@ -1804,8 +1832,8 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
     apply_and_pick(block, stream, made());
   }
 
-  if (stream.adds()) return;
   stream.push(STOP);
+  if (stream.adds()) return;
   grid_barrier(block);
   // The Talker's next input, added in the order of the depths.
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < batch * HT; i += CTAS * THREADS) {
