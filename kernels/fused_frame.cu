@@ -155,9 +155,10 @@ __device__ __forceinline__ int logit_place(int code) { return code % CODES_A_THR
 // tag of two bits. A pair is two times a float and a tag of 32 bits, the number of the use.
 //
 // A piece is written once in a use, and its uses follow one another: it is not written again before all who read it have
-// stored something that the writer has waited for. So a reader finds the use before, or its own; in a column that no pass
-// had before, what clearing left, whose tag is that of use 0 (see FIRST_LAYER). Who stores nothing that is waited for may be
-// late: a block that keeps keys and values and has no query of its own, one whose logits are of drafts that are not taken. So
+// stored something that the writer has waited for. So a reader finds the use before, or its own. Of the hidden state, which
+// has two uses a layer, it may have missed the use before, of whose product it has no rows, and find the one before that.
+// In a column that no pass had before it finds what clearing left: of those of the prefill use 0, of others what the prefill
+// would have left there. Who stores nothing that is waited for may be late: a block that keeps keys and values and has no query of its own, one whose logits are of drafts that are not taken. So
 // with drafts all that enters the next pass waits until all who multiply or add, in all blocks, are done with the heads, which
 // is the end of a round; who picks or weighs drafts later than that reads what has turns (see Candidates). Without drafts all
 // have queries, and all that is picked enters.
@@ -236,9 +237,7 @@ __device__ __forceinline__ void wait_since(const uint4* from, u32 use) {
 
 // The numbers of the uses, the same in all blocks: passes, each with its set of heads, and layers of all passes, counted from 1.
 struct Uses {
-  // Of layers: neither the first use of the prefill nor that of the pass behind it may have the tag of use 0.
-  static constexpr u32 FIRST_LAYER = LAYERS % 4 == 3 ? 1 : 0;
-  u32 pass = 0, layer = FIRST_LAYER;
+  u32 pass = 0, layer = 0;
   // Of the hidden state: after attention, and after the layer.
   __device__ __forceinline__ u32 inner() const { return 2 * layer - 1; }
   __device__ __forceinline__ u32 outer() const { return 2 * layer; }
@@ -1186,7 +1185,7 @@ __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch
   if constexpr (PROJECTED) multiply<Projection>(block, stream, tiles, ProjectTask{{{block, uses}, model.input_norm, uses.pass}});
 #pragma unroll 1
   for (int layer = 0; layer < LAYERS; layer++) {
-    uses.layer = Uses::FIRST_LAYER + (uses.pass - 1) * LAYERS + layer + 1;
+    uses.layer = (uses.pass - 1) * LAYERS + layer + 1;
     multiply<Qkv>(block, stream, tiles, QkvTask{{block, uses}, layer, layer == 0});
     if (!stream.adds()) {
       attend(block, stream, layer, width);
@@ -1251,12 +1250,33 @@ __device__ __forceinline__ void begin(Block& block, const u64* addresses, int ba
   sync_block();
 }
 
-// All but those that stream: no piece has a tag, and no sums are full.
-__device__ __forceinline__ void clear_exchange(Block& block, const Stream& stream) {
+// The pieces of an exchange from one to another, those of a thread of the grid.
+template <class Do>
+__device__ __forceinline__ void for_pieces(const uint4* from, const uint4* to, const Do& what) {
+  const u32 count = u32(to - from);
+  for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < count; i += CTAS * THREADS) what(i);
+}
+// Words of columns, of which the first ones are in the prefill; the others get the tag of its last use.
+template <int WIDTH>
+__device__ __forceinline__ void clear_words(uint4* words, const uint4* end, u32 in_prefill, u32 last_use) {
+  for_pieces(words, end, [&](u32 i) {
+    const u32 column = i / (TILE * WIDTH / 4) * TILE + i / 4 % TILE;
+    words[i] = WordTag(column < in_prefill ? 0 : last_use).blank();
+  });
+}
+
+// All but those that stream: pieces have the tags of no use that is waited for, and no sums are full.
+__device__ __forceinline__ void clear_exchange(Block& block, const Stream& stream, int in_prefill) {
   if (stream.adds()) {
     named_arrive(empty(0), TEAM), named_arrive(empty(1), TEAM);
   } else {
-    for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < block.exchange.pieces; i += CTAS * THREADS) block.model.exchange[i] = make_uint4(0, 0, 0, 0);
+    const Exchange& e = block.exchange;
+    const auto zero = [&](uint4* from, const uint4* to) { for_pieces(from, to, [&](u32 i) { from[i] = make_uint4(0, 0, 0, 0); }); };
+    zero(e.embeds, e.hidden_words);
+    clear_words<H>(e.hidden_words, e.mixed, in_prefill, 2 * LAYERS);
+    clear_words<Q_WIDTH>(e.mixed, e.activated, in_prefill, LAYERS);
+    clear_words<INTER>(e.activated, e.inputs, in_prefill, LAYERS);
+    zero(e.inputs, e.embeds + e.pieces);
     grid_barrier(block);
   }
   sync_team();
@@ -1794,7 +1814,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   stream.push(heads_of(1, drafts));
   if (desk < batch && threadIdx.x == 0) model.errors[desk] = 0x7F7F7F7F;
   for_places([&](int i) { place_column(block, i, i < 2 * batch ? i % 2 : -1); });
-  clear_exchange(block, stream);
+  clear_exchange(block, stream, 2 * batch);
 
   // Prefill: the Talker's state and its code.
   if (desk < batch && !stream.adds()) {
@@ -1862,7 +1882,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_pass(const u64* addresses, 
   for_places([&](int i) { place_column(block, i, i < columns ? positions[i] : -1); });
   stream.push(BODY);
   stream.push(STOP);
-  clear_exchange(block, stream);
+  clear_exchange(block, stream, columns);
   stream.uses.pass = 1;
   for (int column = blockIdx.x; column < columns && !stream.adds(); column += CTAS)
     enter_decoder(block, 1, column, [&](int i) { return four_at(inputs + column * H + i); });

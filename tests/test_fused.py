@@ -189,13 +189,29 @@ def test_frames_equal_the_host_s(case: Case, verify_size: int, mode: Any) -> Non
 
 
 def test_a_block_that_keeps_keys_may_be_late_for_any_number_of_layers(tmp_path: Path) -> None:
-    """With three layers the first use of a column that the prefill had not would have the tag of what clearing left."""
+    """With three layers the first use of a column that the prefill had not has the tag of use 0."""
     engine = build(tmp_path, "bf16", SIZE.hidden, size=replace(SIZE, layers=3))
     case = Case(engine, lambda plan: HostKernels(plan.macros(), tmp_path), blocks=15, shared_bytes=100_000)
     hidden, code0 = case.states(1, seed=8)
     wanted = case.host.decode_frame(hidden, code0, params=PARAMS[1], seeds=[5], frames=2, verify_size=3)
     found = case.model.frame(hidden, code0, [(PARAMS[1], 5, 2)], drafts=2, order=LATE + 9)
     np.testing.assert_array_equal(found.codes, wanted.codes)
+
+
+def test_a_block_without_rows_of_the_mlp_takes_no_cleared_words(tmp_path: Path) -> None:
+    """Of 5 blocks the last has rows of q, k and v alone: it may look for a use of the hidden state too early by one.
+
+    Another block is late to store that: what clearing left there must have the tag of neither.
+    """
+    engine = build(tmp_path, "bf16", SIZE.hidden, size=replace(SIZE, layers=3, intermediate=32))
+    case = Case(engine, lambda plan: HostKernels(plan.macros(), tmp_path), blocks=5, shared_bytes=100_000)
+    busy = {name: product.busy_blocks for name, product in case.plan.products.items()}
+    assert (busy["qkv"], busy["o"], busy["gate_up"]) == (5, 4, 4)
+    for seed, params in enumerate((PARAMS[1], PARAMS[0], PARAMS[1])):
+        hidden, code0 = case.states(1, seed=seed)
+        wanted = case.host.decode_frame(hidden, code0, params=params, seeds=[5], frames=seed)
+        found = case.model.frame(hidden, code0, [(params, 5, seed)], order=LATE + 1)
+        np.testing.assert_array_equal(found.codes, wanted.codes)
 
 
 def test_a_flat_law_picks_what_the_host_picks(case: Case) -> None:
