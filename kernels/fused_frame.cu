@@ -25,7 +25,8 @@
 // it until the tag is the one that is due (see Exchange).
 //
 // Of a block's warps the first THREADS / 32 multiply, attend and pick, the next ADDERS add the slices up and store them,
-// while the others are at the next matrix already, and the last one streams.
+// while the others are at the next matrix already, and the last one streams. The first that adds also finds out, while others
+// pick, where each row goes on, and says what is to be streamed.
 //
 // Weights do not depend on activations: the last warp streams them through a ring in shared memory, while others wait, by
 // the copy engine where there is one. It keeps IN_FLIGHT chunks on their way (IN_FLIGHT_WIDE in a launch whose passes have
@@ -1176,7 +1177,8 @@ __device__ __forceinline__ void attend(Block& block, const Stream& stream, int l
 
 // -------------------------------------------------------------------------------------------------------------- a pass
 
-// All threads of the grid; `uses.pass` is the pass already. Who multiplies does something else `meanwhile`, while others attend.
+// All threads of the grid; `uses.pass` is the pass already. `meanwhile` is done by who multiplies, in the last layer, while
+// others attend.
 template <bool PROJECTED, class Meanwhile>
 __device__ __forceinline__ void run_pass(Block& block, Stream& stream, int batch, int width, const Meanwhile& meanwhile) {
   const int tiles = (batch * width + TILE - 1) / TILE;
@@ -1802,7 +1804,7 @@ KERNEL __launch_bounds__(THREADS + HELPERS, 1) fused_frame(const u64* addresses,
   Block& block = *reinterpret_cast<Block*>(memory);
   const Model& model = block.model;
   // Picks and what is around them go to the last blocks: of many shapes these have no rows of the matrices, and their
-  // instructions stay where they are fetched from. Attention keeps away from those of the targets where there are blocks enough.
+  // instructions stay where they are fetched from. Attention keeps away from them where there are blocks enough.
   const int desk = this_desk();
   if (threadIdx.x == 0) block.coupled = coupled, block.desks = desks_of(batch, drafts);
   begin(block, addresses, batch, drafts + 1, drafts + 1, true);
