@@ -9,7 +9,7 @@ Every window decodes the same frames in turn, so that a slow minute of the machi
 a stand-in: hidden states drawn from a normal law. On a GPU the fused kernel stands beside the TensorRT engine, whose
 frame as one launch stands beside the loop that the host drives; one pass of each is timed alone, by graph replay and
 CUDA events. What sampling, drafting and accepting are of the fused kernel's frame is told by a build of it whose blocks
-note times.
+note times; what registers it takes and what it spills, by the compiler.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
@@ -35,7 +36,8 @@ from trt_cpspec import __version__
 from trt_cpspec.cli import reports_errors
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.frame import CpSpecStats
-from trt_cpspec.fused import FusedFrames, FusedSession
+from trt_cpspec.fused import FusedFrames, FusedPlan, FusedSession
+from trt_cpspec.nvrtc import resource_usage
 from trt_cpspec.outputs import check_file
 from trt_cpspec.predictor import CodePredictor
 
@@ -109,6 +111,8 @@ def measure_on_gpu(predictor: CodePredictor, executor: str, options: dict[str, A
         row |= {"loop": executor, "host_us_alone": host_time(predictor, row["verify_size"], options["mode"])}
     if executor == "fused":
         report["picks"] = measure_picks(predictor, options)
+        model = cast(FusedSession, predictor._session).model
+        report["compiler"] = compiler_report(model.plan, model.device.compute_capability)
     report["rows"] += rows
     if executor == "engine":
         predictor.drive_from_host()
@@ -124,6 +128,14 @@ def host_time(predictor: CodePredictor, verify_size: int, mode: Any, frames: int
         predictor.decode_frame(state, 5, seeds=1, frames=index, verify_size=verify_size, mode=mode)
         own.append(1e6 * (time.perf_counter() - started - (predictor.run_seconds - before)))
     return statistics.median(own[5:])
+
+
+def compiler_report(plan: FusedPlan, capability: tuple[int, int]) -> dict[str, dict[str, int]]:
+    """Compile the fused kernel anew; return the registers of each kernel, and the bytes that each function spills."""
+    text = resource_usage("fused_frame", plan.macros(), arch="sm_" + "".join(map(str, capability)))
+    registers = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", text, re.DOTALL)
+    spilled = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", text, re.DOTALL)
+    return {"registers": {name: int(n) for name, n in registers}, "spilled": {name: int(n) for name, n in spilled}}
 
 
 NO_TIME = np.iinfo(np.uint64).max
@@ -289,6 +301,10 @@ def table(report: dict[str, Any]) -> str:
     for executor, passes in report["pass_us"].items():
         times = ", ".join(f"{t['median']:.1f} us at {n}" for n, t in passes.items())
         lines.append(f"one pass of the {executor}, by positions: {times}")
+    if "compiler" in report:
+        registers = ", ".join(f"{n} registers in {name}" for name, n in report["compiler"]["registers"].items())
+        spilled = ", ".join(f"{n} in {name}" for name, n in report["compiler"]["spilled"].items() if n)
+        lines.append(f"the compiler's report: {registers}; bytes spilled: {spilled or 'none'}")
     for r in report["picks"]:
         lines.append(
             f"sampling, drafting and accepting at N = {r['verify_size']}: {100 * r['share']:.1f} % of a frame, "
