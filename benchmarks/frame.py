@@ -36,8 +36,8 @@ from trt_cpspec import __version__
 from trt_cpspec.cli import reports_errors
 from trt_cpspec.config import SamplingParams
 from trt_cpspec.frame import CpSpecStats
-from trt_cpspec.fused import FusedFrames, FusedPlan, FusedSession
-from trt_cpspec.nvrtc import resource_usage
+from trt_cpspec.fused import NO_TIME, FusedFrames, FusedPlan, FusedSession
+from trt_cpspec.nvrtc import resource_usage, spilled_bytes
 from trt_cpspec.outputs import check_file
 from trt_cpspec.predictor import CodePredictor
 
@@ -134,11 +134,9 @@ def compiler_report(plan: FusedPlan, capability: tuple[int, int]) -> dict[str, d
     """Compile the fused kernel anew; return the registers of each kernel, and the bytes that each function spills."""
     text = resource_usage("fused_frame", plan.macros(), arch="sm_" + "".join(map(str, capability)))
     registers = re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", text, re.DOTALL)
-    spilled = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", text, re.DOTALL)
-    return {"registers": {name: int(n) for name, n in registers}, "spilled": {name: int(n) for name, n in spilled}}
+    return {"registers": {name: int(n) for name, n in registers}, "spilled": spilled_bytes(text)}
 
 
-NO_TIME = np.iinfo(np.uint64).max
 ENTERED, SCORED, PICKED = range(3)
 """What is noted of a pass: ``Stamp`` of the kernel."""
 
@@ -149,13 +147,10 @@ def measure_picks(predictor: CodePredictor, options: dict[str, Any]) -> list[dic
     device, (model, stamps) = session.device, session.model.stamped()
     frames, rows, found = FusedFrames(model), options["batch"], []
     blank, noted = np.full(stamps.shape, NO_TIME), np.empty(stamps.shape, np.uint64)
-    states = np.random.default_rng(0).standard_normal(
-        (options["warmup"] + options["frames"], rows, predictor.spec.talker_hidden_size)
-    )
     for window in (predictor.window(int(word)) for word in options["windows"].split(",")):
         frames.prepare(rows, window, options["mode"])
         whole, between, since_first = [], [], []
-        for index, state in enumerate(states.astype(np.float32)):
+        for index, state in enumerate(talker_states(predictor, options)):
             device.upload(stamps, blank)
             draws = [(SamplingParams(), seed, index) for seed in range(1, rows + 1)]
             frames.decode(state, np.full(rows, index, np.int32), draws, window=window, mode=options["mode"])
@@ -197,16 +192,19 @@ def between_passes(times: np.ma.MaskedArray[Any, Any]) -> NDArray[np.float64]:
     return np.asarray(ends - [of_passes[..., SCORED].max(0), of_passes[..., PICKED].min(0)])
 
 
+def talker_states(predictor: CodePredictor, options: dict[str, Any]) -> NDArray[np.float32]:
+    """Return hidden states that stand in for the Talker's, ``[warmup + frames, rows, Ht]``, the same for all."""
+    shape = (options["warmup"] + options["frames"], options["batch"], predictor.spec.talker_hidden_size)
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
 def measure(predictor: CodePredictor, options: dict[str, Any]) -> list[dict[str, Any]]:
     windows = [int(word) for word in options["windows"].split(",")]
     rows = options["batch"]
-    states = np.random.default_rng(0).standard_normal(
-        (options["warmup"] + options["frames"], rows, predictor.spec.talker_hidden_size)
-    )
     times: dict[int, list[float]] = {n: [] for n in windows}
     engine_ms: dict[int, list[float]] = {n: [] for n in windows}
     stats = {n: CpSpecStats(predictor.window(n), options["mode"], predictor.num_code_groups) for n in windows}
-    for index, state in enumerate(states.astype(np.float32)):
+    for index, state in enumerate(talker_states(predictor, options)):
         for n in windows:
             before, started = predictor.run_seconds, time.perf_counter()
             result = predictor.decode_frame(

@@ -159,10 +159,10 @@ __device__ __forceinline__ int logit_place(int code) { return code % CODES_A_THR
 // stored something that the writer has waited for. So a reader finds the use before, or its own. Of the hidden state, which
 // has two uses a layer, it may have missed the use before, of whose product it has no rows, and find the one before that.
 // In a column that no pass had before it finds what clearing left: of those of the prefill use 0, of others what the prefill
-// would have left there. Who stores nothing that is waited for may be late: a block that keeps keys and values and has no query of its own, one whose logits are of drafts that are not taken. So
-// with drafts all that enters the next pass waits until all who multiply or add, in all blocks, are done with the heads, which
-// is the end of a round; who picks or weighs drafts later than that reads what has turns (see Candidates). Without drafts all
-// have queries, and all that is picked enters.
+// would have left there. Who stores nothing that is waited for may be late: a block that keeps keys and values and has no
+// query of its own, one whose logits are of drafts that are not taken. So with drafts all that enters the next pass waits until
+// all who multiply or add, in all blocks, are done with the heads, which is the end of a round; who picks or weighs drafts
+// later than that reads what has turns (see Candidates). Without drafts all have queries, and all that is picked enters.
 // A block that has no rows of a matrix waits for a norm's squares of its use, or of a later one, and so stays with those
 // that have. Uses are counted from 1, and the kernel begins by clearing.
 constexpr int QKV_WIDTH = Q_WIDTH + 2 * KV_WIDTH;

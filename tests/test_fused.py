@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fused_model import NO_TIME, FusedModel, released_plan
+from fused_model import FusedModel, released_plan
 from kernel_shim import LATE, HostKernels
 from numpy.typing import NDArray
 from trt_cpspec.builder.synthetic import DecoderSize, SyntheticSpec, write_checkpoint
@@ -26,7 +26,7 @@ from trt_cpspec import fused, runtime
 from trt_cpspec.config import CodePredictorSpec, SamplingParams, Section
 from trt_cpspec.cuda import Device
 from trt_cpspec.errors import ConfigError, EngineError, NumericsError
-from trt_cpspec.fused import FusedPlan, GraphWeights, Product, open_fused
+from trt_cpspec.fused import NO_TIME, FusedPlan, GraphWeights, Product, open_fused
 from trt_cpspec.predictor import CodePredictor
 from trt_cpspec.runtime import open_runtime
 

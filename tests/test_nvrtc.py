@@ -74,8 +74,7 @@ def spills_of_the_fused_kernel(plan: FusedPlan, arch: str) -> dict[str, int]:
     compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)
     assert set(compiled) == {("fused_frame", arch), ("fused_pass", arch)}
     assert "warning" not in report, report
-    stores = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", report, re.DOTALL)
-    return {name: int(nbytes) for name, nbytes in stores}
+    return nvrtc.spilled_bytes(report)
 
 
 def test_a_large_codebook_compiles() -> None:

@@ -51,6 +51,9 @@ HELPERS = 128
 MAX_COPIES = 8
 """Blocks that keep the same keys and values, at most, each its own copy."""
 
+NO_TIME = np.uint64(2**64 - 1)
+"""What is to stand where a frame notes a time (:meth:`FusedModel.stamped`)."""
+
 Words = NDArray[np.uint16]
 
 
@@ -153,6 +156,11 @@ class FusedPlan:
     shared_bytes: int
     threads: int = THREADS
     stamped: bool = False
+
+    @property
+    def stamps_shape(self) -> tuple[int, int, int]:
+        """Of the times that a frame notes: of each block and pass, as ``Stamp`` of the kernel names them."""
+        return self.blocks, self.spec.num_code_groups, 3
 
     @property
     def max_batch(self) -> int:
@@ -462,10 +470,11 @@ class FusedModel:
     def stamped(self) -> tuple[FusedModel, DeviceArray]:
         """Return a model of the same weights whose frames note times, and where: ``[blocks, G, 3]`` uint64.
 
-        A time is in ns of the GPU's clock; a frame leaves the least of what stands there and what it notes.
+        A time is in ns of the GPU's clock; a frame leaves the least of what stands there, :data:`NO_TIME` where nothing
+        is to be left of the frame before, and what it notes.
         """
         model, plan = copy.copy(self), replace(self.plan, stamped=True)
-        stamps = self.device.empty((plan.blocks, plan.spec.num_code_groups, 3), np.uint64)
+        stamps = self.device.empty(plan.stamps_shape, np.uint64)
         model.plan, model._library = plan, KernelLibrary(plan.macros())
         model._library.load("fused_frame")
         model._constant = self._constant | {"stamps": stamps}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib import resources
@@ -121,6 +122,12 @@ def resource_usage(source: str, macros: Mapping[str, str], *, arch: str) -> str:
     log = io.StringIO()
     _compile(source, macros, arch=arch, program_cache=None, log=log)
     return log.getvalue()
+
+
+def spilled_bytes(report: str) -> dict[str, int]:
+    """Return how many bytes each function of a :func:`resource_usage` report spills."""
+    stores = re.findall(r"Function properties for (\w+)\s.*?(\d+) bytes spill stores", report, re.DOTALL)
+    return {name: int(nbytes) for name, nbytes in stores}
 
 
 class KernelLibrary:

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from trt_cpspec.config import CodePredictorSpec, SamplingParams, Section, Window
 from trt_cpspec.cuda_sampling import NO_ERROR, request_array
 from trt_cpspec.frame import FrameResult, Round
-from trt_cpspec.fused import MODEL_FIELDS, FusedPlan, model_arrays, work_layout
+from trt_cpspec.fused import MODEL_FIELDS, NO_TIME, FusedPlan, model_arrays, work_layout
 
 Array = NDArray[Any]
 UNTOUCHED = {"f": np.nan, "i": -9, "u": 0xFFF7FFF7}
 """What memory holds before the kernel writes it, by kind; as split words it is a NaN."""
-NO_TIME = np.uint64(2**64 - 1)
 
 
 class FusedModel:
@@ -65,7 +64,7 @@ class FusedModel:
         }
         arrays["codes"][:, 0] = code0
         if self.plan.stamped:
-            arrays["stamps"] = np.full((self.plan.blocks, groups, 3), NO_TIME)
+            arrays["stamps"] = np.full(self.plan.stamps_shape, NO_TIME)
         after = self._run("fused_frame", arrays, (np.int32(batch), np.int32(drafts), np.int32(coupled)), order)
         assert (after["errors"] == NO_ERROR).all(), after["errors"]
         history = [
